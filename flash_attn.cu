@@ -18,7 +18,9 @@
 // kernels.cu come
 //     real, Reals, Floats, Index      the type of activations; arrays that are only read; a place in an array
 //     KERNEL, FOR, FOR_STRIDED        extern "C" __global__ void; the two loops
-//     MASKED, lanes_sum, pack_bf16    minus infinity; a sum over some lanes; two floats as bf16
+//     LANE, WARP                      the number of this thread in its warp, of this warp in its block
+//     MASKED, pack_bf16               minus infinity; two floats as bf16
+//     lanes_sum, lanes_max            a sum over some lanes; their largest number
 // How the kernels are launched stands before section 0. The macros:
 //     -DHEAD_DIM=32, 64 or 128
 //     -DBF16=0 or 1     see kernels.cu

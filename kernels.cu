@@ -640,7 +640,7 @@ KERNEL muon_apply(float* param, real* copy,
     if (BF16) store8(copy + at, p);
 }
 
-// Covers Model.refresh: copy = param, in bf16; n is a multiple of 8.
+// Covers Model.refresh of model_gpu.py: copy = param, as real; n is a multiple of 8.
 // Grid (ceil(n/2048)); 256 threads.
 KERNEL copy_weights(real* copy, Floats param, Index n) {
     Index i = own_eight(blockIdx.x);

@@ -652,7 +652,7 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
 # With (a, b, c) = NEWTON_SCHULZ, found by a search for a steep start (Jordan et al. 2024), five rounds bring all s from
-# 0.005 to 1 into [0.68, 1.16].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a round
+# 0.0016 to 1 into [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a round
 # moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al. 2024).
 # (In these lines U, S and V are those of the decomposition alone.)
 def newton_schulz(M):
@@ -771,7 +771,7 @@ class Model:
     shares' gradients add up to that of the whole batch, but for rounding, because the loss is divided by the
     count of targets in the whole step, not in the share."""
     draft_heads = 0     # how many drafts generate makes (section 7).  On a CPU drafts cost more than they save: to read
-                        # four tokens takes twice as long as to read one, and gives only 1.5 tokens on average
+                        # four tokens takes twice as long as to read one, and gives only 1.44 tokens on average
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config = config

@@ -1,8 +1,8 @@
 """model_gpu.py: the model of model_cpu.py on one NVIDIA GPU, through CuPy.
 
-Read model_cpu.py first, then open it beside this file: it has most of the same functions, with the same names.  The
-layers and the optimizers come in the same order.  What a function computes, and why its backward is right, stands
-there.  Here stands how a GPU does it.  From top to bottom:
+Read model_cpu.py first, then open it beside this file: the layers and the optimizers are functions of the same names
+there, and come in the same order.  What a function computes, and why its backward is right, stands there.  Here stands
+how a GPU does it.  From top to bottom:
 
     1. pick                             which engine serves
     2. Gpu, gemm                        compiled kernels, how they are launched, matmuls

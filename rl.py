@@ -376,7 +376,7 @@ def main(argv):
     add("--beta", type=bounded(float, 1e-6, 1000), help="of DPO: the larger, the nearer to the base (default 0.1)")
     options = train.parse_run_options(
         parser, argv, ["context"], "pairs, records of prompt, chosen and rejected; or prompts, in records as of "
-        "sft.py (default: what the base was fine-tuned on)")
+        "sft.py (default: small: what the base was fine-tuned on; else data/instructions*.json)")
     out = options.get("out", f"out/{os.path.basename(sft.base_of(options, '-sft'))}-rl")
 
     def make_job(training):

@@ -9,7 +9,7 @@
     python tests/bench.py train --peer --batch 16 --context 1024        the original's step: its time and its memory
     python tests/bench.py attention         beside PyTorch's cuDNN, its FlashAttention 2, and one that stores T x T
     python tests/bench.py scale --gpus 2 --peer
-    python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*-KEY-*.bin
+    python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*.bin
     HOPPER=0 python tests/bench.py ...      on a Hopper: what a GeForce RTX 30 or 40 runs
 
 A figure is the best of several rounds.  A round runs each row once, so that a busy machine slows ours and the peer alike.

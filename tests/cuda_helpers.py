@@ -3,7 +3,7 @@
     from cuda_helpers import CpuModule, guarded, check_guards
     module = CpuModule("flash_attn.cu", ["-DBF16=0", "-DHEAD_DIM=64", "-DHOPPER=0", "-DPARTS=0"])    # g++; the result is cached by content
     kernel = module.get_function("flash_forward")                # as cupy.RawModule.get_function
-    kernel((4, 2, 1), (64,), (out, lse, qkv, np.int32(T), np.int32(H), np.int32(G)), shared_mem=40960)
+    kernel((4, 2, 1), (128,), (out, lse, qkv, np.int32(T), np.int32(H), np.int32(G)))
 
 The call has the form of a cupy.RawKernel's: grid, block, arguments, bytes of dynamic shared memory. An argument is a
 NumPy array (its address is passed; C-contiguous) or a NumPy scalar (np.int32, np.float32, ...) of exactly the

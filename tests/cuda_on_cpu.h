@@ -440,7 +440,7 @@ static To cuda_bits(From from) {
 }
 static inline unsigned __float_as_uint(float x) { return cuda_bits<unsigned>(x); }
 static inline float __uint_as_float(unsigned x) { return cuda_bits<float>(x); }
-using std::max;  // not in our kernels, but a mistake that is planted may put it in min's place
+using std::max;
 using std::min;
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Every CUDA kernel once, at odd shapes, for NVIDIA's compute-sanitizer (on a GPU; not a test of results):
+"""Every CUDA kernel that a model launches, once, at odd shapes, for NVIDIA's compute-sanitizer (on a GPU; not a test of results):
 
     compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py bf16-32 tf32-64     # these alone, each takes minutes

@@ -1,6 +1,6 @@
 """Nothing is silent: what is read is scored and learned whole, and what cannot be read is refused.
 
-The scripts run as a user starts them, on a model of 12,000 parameters."""
+The scripts run as a user starts them, on a model of 24,000 parameters."""
 import re
 import shutil
 
