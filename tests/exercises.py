@@ -197,7 +197,7 @@ def record():
     """-> dict name of an exercise -> the calls of its function in a small run, each a dict of arguments.
 
     Each number that a solution could hold in place of an argument comes with two values: the sizes of the model,
-    the length of a text, the rates of an optimizer, the number of groups and of pairs."""
+    the length of a text, the rates of an optimizer, the number of groups and of pairs, the words and the merges."""
     model, tokens, targets = make_problem(TINY, 7, 0.3)
     gradients(model, tokens, targets)           # so that no buffer is empty when the recording begins
     other = make_problem(dataclasses.replace(TINY, heads=2, kv_heads=1, layers=1, hidden=16, predict=2), 6, 0.3)
@@ -219,9 +219,9 @@ def record():
     gradients(*other)
     for seed, how in enumerate([(0, 0, 1), (1, 0, 1), (0.7, 3, 1), (1.5, 0, 0.6), (1, 5, 0.8)]):    # temperature, k, p
         list(model_cpu.generate(model, [1, 2, 3], *how, seed=seed, most=30))
-    words = count_words([model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9"])
-    for most_merges in 40, 240:               # the second time the pairs run out
-        learn_merges_plain(words, most_merges)
+    # the first time the pairs run out
+    for text, most_merges in (model_cpu.TEXT + " aaaaaaa banana hahaha \xe9\xe9", 240), (model_cpu.TEXT[::-1], 9):
+        learn_merges_plain(count_words([text]), most_merges)
     sys.setprofile(None)
     rng = np.random.default_rng(2)
     shapes = {"gain": 8, "bias": 8, "gate_up": (5, 16), "cap": None}    # None: a number; all others (5, 8)
