@@ -121,12 +121,6 @@ class Session:
 COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 
 
-def paint(text, p):
-    """A text in the colour of a probability."""
-    colour = next(colour for least, colour in COLOURS if p >= least)
-    return f"\x1b[{colour}m{text}\x1b[0m"
-
-
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
     among all tokens.  The text is read once more for that.  (Of a text longer than the window only the last window is
@@ -141,8 +135,9 @@ def print_tokens(session):
     logits = session.model.decoder.extend(ids[:-1])[:, 0, :session.tokenizer.vocab_size]        # (T,V) of head 0
     p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))                     # softmax
     for t, token in list(enumerate(ids[1:]))[-len(answer):]:
-        text = session.tokenizer.tokens[token]
-        print(paint(visible(text), p[t, token]), end="")
+        text = visible(session.tokenizer.tokens[token])
+        colour = next(colour for least, colour in COLOURS if p[t, token] >= least)
+        print(f"\x1b[{colour}m{text}\x1b[0m", end="")
     print()
 
 

@@ -592,8 +592,8 @@ def go(script, options, out, begin, make_job):
 def create_run(script, out, settings, config, tokenizer, base=None):
     """Write a new run, at step 0: with a base's weights, or with random ones.  It is then opened from its folder, as a
     resumed run is."""
-    require(not base or realpath(base) != realpath(out),
-            f"--out {out} is the base itself; name another folder for the model made from it.")
+    inside = [path for path in [base, *settings.data] if path and f"{realpath(path)}/".startswith(f"{realpath(out)}/")]
+    require(not inside, f"--out {out} holds what the run reads, {', '.join(inside)}: name another folder.")
     settings.key = hash_files(settings.data)
     config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
     if base:

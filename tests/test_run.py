@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 from cases import parametrize, read, rows, write
-from runs import JOBS, TEXT, at, finish, kill_before, prepare, read_log, refused, result_of, run, send, start
+from runs import JOBS, TEXT, TINY, at, finish, kill_before, prepare, read_log, refused, result_of, run, send, start
 
 import checkpoint
 import rl           # noqa: F401 (with the other scripts: so each fork has them)
@@ -271,8 +271,15 @@ def test_a_base_is_not_written_over(tmp_path):
     before = read("base/model.safetensors")
     os.symlink(os.path.abspath("base"), tmp_path / "link")
     for out in "base", tmp_path / "link":
-        assert "is the base itself" in refused(f"train.py --data text --device cpu --base base --out {out}")
+        assert "holds what the run reads, base" in refused(f"train.py --data text --device cpu --base base --out {out}")
     assert read("base/model.safetensors") == before
+
+
+def test_a_text_in_the_folder_of_the_run_stays_there(tmp_path):
+    os.mkdir(tmp_path / "own")
+    write(tmp_path / "own/text", TEXT)
+    assert "holds what the run reads" in refused(f"train.py --data own/text --out own --device cpu {TINY}", tmp_path)
+    assert os.listdir(tmp_path / "own") == ["text"]
 
 
 def test_two_runs_at_once_in_one_folder(tmp_path):
