@@ -156,7 +156,6 @@ def print_lens(model, tokenizer, text):
 # These options are commands, too, during a session: /seed 1
 NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)}
 HELP = ("An empty line lets the model write on, unless it has finished its answer.\n"
-        "A line that ends with \\ is continued on the next.\n"
         "Put a space before a text that begins with a slash.\n"
         "/reset          forget the conversation\n"
         "/system TEXT    forget the conversation; a fine-tuned model reads this text before the next question\n"
@@ -195,8 +194,6 @@ def run_session(session, folder):
     while True:
         try:
             line = input("> ")
-            while line.endswith("\\"):
-                line = line[:-1] + "\n" + input("... ")
             if line.strip("/ ") in ("quit", "exit"):
                 return
             if line.startswith("/"):
@@ -246,7 +243,7 @@ def main(argv):
     args = parse_arguments(argv)
     # a byte order mark is left out; bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
-    folder = args.model or newest_checkpoint("--model DIR")
+    folder = args.model or newest_checkpoint()
     # the lens needs the output of every layer, and only model_cpu.py keeps that
     engine = model_gpu.pick(args.device if args.lens is None else "cpu")
     options = {"training": False}

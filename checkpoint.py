@@ -25,6 +25,7 @@ refused, with the name of the setting.
 
 What this file does not do: it reads no pickle, no architecture but Llama's, and no adapters.
 """
+import atexit
 import dataclasses
 import glob
 import json
@@ -43,7 +44,7 @@ from tokenizer import BYTE_LEVEL, CHAT_TEMPLATE, SPECIAL, TEXT_ENDS, Tokenizer, 
 
 try:
     import fcntl
-except ImportError:         # Windows has none: there nothing keeps two runs out of one folder
+except ImportError:         # Windows has none: see lock_folder
     fcntl = None
 
 WEIGHTS = "model.safetensors"
@@ -371,8 +372,12 @@ def lock_folder(out):
     try:
         if fcntl:
             # The system takes this lock back, however the process ends.  The file is never closed.
-            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            # The file is the lock: "x" asks for a new one.  A process that is killed leaves it: then delete it.
+            open(path, "x").close()
+            atexit.register(os.remove, path)
+    except (BlockingIOError, FileExistsError):
         raise ValueError(f"{out} is in use by another run, which holds {path}: choose another folder with --out."
                          ) from None
     # what a run that was killed has left: while it began, or while it saved

@@ -273,10 +273,10 @@ def set_threads():
     os.environ.update(dict.fromkeys(names, "1"))
 
 
-def newest_checkpoint(option):
-    """-> the folder in out/ whose weights were written last.  option: the one by which the user can name another."""
+def newest_checkpoint():
+    """-> the folder in out/ whose weights were written last."""
     weights = glob.glob("out/*/model.safetensors")
-    require(weights, f"there is no trained model in out/: run `make` or `python train.py`, or give {option}.")
+    require(weights, "there is no trained model in out/: run `make` or `python train.py`, or name a folder.")
     return dirname(max(weights, key=getmtime))
 
 

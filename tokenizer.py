@@ -709,7 +709,7 @@ def main(argv):
     parser.add_argument("text", help="the text; put -- before one that begins with -")
     parser.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
     args = parser.parse_args(argv)
-    path = args.tokenizer or f"{newest_checkpoint('--tokenizer FILE')}/tokenizer.json"
+    path = args.tokenizer or f"{newest_checkpoint()}/tokenizer.json"
     tokenizer = Tokenizer.load(path)
     text = os.fsencode(args.text)
     ids = tokenizer.encode(text)

@@ -127,7 +127,7 @@ def talk(folder, command, steps):
     ("sft", [("\nAsk; ", ""), ("> ", "A\n"), ("\r\nHi\r\n> ", "\x04")]),
     ("loop", [("\nBegin a text; ", ""), ("> ", "é\n"), (LOOP * 20, "\x03"), ("\r\n> ", "e\n"), ("\r\nends.\r\n> ", "c\n"),
               ("\r\nc\ufffd[J\r\n> ", "/tokens\n"), ("\r\n\x1b[32m\\x1b\x1b[0m", ""), ("> ", "/temperature hot\n"), ("must be a number", ""),
-              ("> ", "/help\n"), ("/system", ""), ("> ", "\\\n"), ("... ", "e\n"), ("\r\n\r\nends.\r\n> ", "/quit\n")])])
+              ("> ", "/help\n"), ("/system", ""), ("> ", "e\n"), ("\r\nends.\r\n> ", "/quit\n")])])
 def test_a_session_on_a_terminal(models, name, steps):
     """Ctrl-C stops an answer, and the session goes on; control characters are not obeyed."""
     assert talk(models, f"chat.py --model out/{name} --temperature 0 --max-tokens 1000000", steps) == 0

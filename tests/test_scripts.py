@@ -167,7 +167,7 @@ def test_a_clock_that_stands_still(folder):
     run(f"train.py --data text --steps 2 --out still {TINY}", folder, trap=lambda: setattr(time, "monotonic", lambda: 7.0))
 
 
-ANY_JOB = [f"train.py --data text --steps 2 --out NAME {TINY}", "sft.py --base m --data pairs.json --steps 2 --out NAME-sft",
+ANY_JOB = [f"train.py --data text --steps 2 {TINY} --out NAME", "sft.py --base m --data pairs.json --steps 2 --out NAME-sft",
            "rl.py --base m --data pairs.json --method dpo --steps 2 --out NAME-dpo"]
 
 
@@ -182,11 +182,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @parametrize("command", ANY_JOB)
 def test_what_windows_lacks_is_not_needed(folder, command):
-    """Nor does a locale of ASCII change anything."""
+    """Nor does a locale of ASCII change anything.  The lock is a file there."""
     write(folder / "windows.py", WINDOWS)
-    done = start(f"{folder}/windows.py {ROOT}/{command.replace('NAME', 'windows')}", folder, PYTHONPATH=ROOT, LC_ALL="C",
-                 PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
-    assert (done.returncode, done.stderr) == (0, "")
+    command = command.replace("NAME", "windows")
+    lock = folder / f".{command.split()[-1]}.lock"
+    for code, said in (0, ""), (2, "is in use by another run"):
+        done = start(f"{folder}/windows.py {ROOT}/{command}", folder, PYTHONPATH=ROOT, LC_ALL="C",
+                     PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+        assert (done.returncode, bool(done.stderr), lock.exists()) == (code, code > 0, code > 0) and said in done.stderr
+        write(lock, "")
 
 
 def test_control_characters_are_not_printable():
