@@ -374,7 +374,8 @@ def make_turns(record):
     if isinstance(record, list):
         record = {"messages": record}
     # the last form is not read here; its names are for the error
-    check_names(record, "instruction and output", "prompt and completion", "messages", "for rl.py a pair")
+    check_names(record, "instruction and output", "prompt and completion", "messages",
+                "for rl.py prompt, chosen, rejected")
     if "messages" in record:
         return make_conversation(as_messages(record["messages"], "user"))
     if "instruction" in record:

@@ -628,9 +628,9 @@ def find_cut(window):
 def split_point(path):
     """The byte at which the validation part of a file begins.  The part is 1% of the file; not less than 100 kB, so
     that the loss has little noise; not more than 4 MB (about 1M tokens), which take seconds; and never more than 10% of
-    the file.  Then the cut moves to the nearest separator
-    in the last 10% of the file, or in its last 32 MB if that is less.  If there is none, it moves to the nearest line.
-    If there is no line, it stays, even within a character: tokens are made of bytes."""
+    the file.  Then the cut moves to the nearest separator in the last 10% of the file, or in its last 32 MB if that is
+    less.  If there is none, it moves to the nearest line.  If there is no line, it stays, even within a character:
+    tokens are made of bytes."""
     size = os.path.getsize(path)
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte

@@ -45,7 +45,7 @@ def test_a_record_is_a_conversation(record, conversation):
 
 @parametrize("record, words", [
     (7, "it has no names, and needs instruction and output, or"), ("Q", "it has no names"), ({}, "it has no names"),
-    ({"better": "Q"}, "it has better, and needs instruction .*or for rl.py a pair"), ([], "must take turns"),
+    ({"better": "Q"}, "it has better, and needs instruction .*or for rl.py prompt, chosen, rejected"), ([], "must take turns"),
     ({"instruction": "Q", "output": " \n"}, ""), (messages("system S"), ""), (messages("user Q", "user R"), "")])
 def test_another_record_is_refused_by_its_number(tmp_path, record, words):
     write(tmp_path / "x.json", json.dumps([TALK, record]))
