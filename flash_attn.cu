@@ -221,7 +221,7 @@ flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
 //
 // So a row lies in lanes 8 apart: rows 0 and 1 in lanes 0, 8, 16 and 24.
 constexpr int GROUP_LANES = D / 16;
-constexpr int GROUPS = 32 / GROUP_LANES;                   // of a warp
+constexpr int GROUPS = 32 / GROUP_LANES;             // of a warp
 constexpr int WARP_ROWS = 2 * GROUPS;
 constexpr int ROWS = THREADS / 32 * WARP_ROWS;       // of a block: Br, in dK/dV Bc
 constexpr int TILE = 32;                             // rows of a tile: one for each lane of a warp

@@ -297,7 +297,7 @@ def dpo_job(training):
         _, z = dpo_weights(log_probs, held_out_reference, settings.beta)
         accuracy = np.heaviside(z, 0.5).mean()
         lost = (held_out_reference - log_probs)[::2].mean()         # of the chosen answers
-        if accuracy == 1 and lost > 0.05:
+        if accuracy == 1 and lost > 0.05:           # a smaller loss would be printed as 0.0
             print("note: every chosen answer gained on its rejected one, and yet they are less\n"
                   f"probable than before, by {lost:.1f} nats each.  Do its texts get worse?\n"
                   "Then take fewer --steps, or a lower --lr.")

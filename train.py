@@ -116,8 +116,8 @@ def padded_length(row, T):
 
 def batches_of_one_length(rows, order, T, tokens):
     """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.
-    A batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first.  order: an array of
-    the indices; among rows of one length it says which come first."""
+    A batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first, so that memory is
+    allocated once.  order: an array of the indices; among rows of one length it says which come first."""
     lengths = np.array([padded_length(row, T) for row in rows])
     order = order[np.argsort(-lengths[order], kind="stable")]
     batches = []
@@ -784,7 +784,7 @@ def evaluate_folder(options, ranks):
             evaluate_pairs(training, path)
             continue
         with tempfile.TemporaryDirectory() as folder:           # each rank has its own
-            training.tokenizer.encode_files([with_plain_lines(path)], f"{folder}/ids")
+            training.tokenizer.encode_file(with_plain_lines(path), f"{folder}/ids")
             # without the token that ends the last document, which is not in the file
             rows = text_rows(np.fromfile(f"{folder}/ids", "<u2")[:-1], config.context)
         require(rows, f"{path} is too short: it needs two tokens.")
