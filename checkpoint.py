@@ -372,7 +372,7 @@ def lock_folder(out):
     try:
         if fcntl:
             # The system takes this lock back, however the process ends.  The file is never closed.
-            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
             # The file is the lock: "x" asks for a new one.  A process that is killed leaves it: then delete it.
             open(path, "x").close()
