@@ -98,8 +98,7 @@ def read_safetensors(path, verify=True):
     ValueError, with the name of the file, if its tensors together are not as large as its data.  In a file that we
     wrote, every altered byte is an error, too.  verify: False if only the header is needed."""
     read_chunk(path, 0, 99)             # an error for a pointer of Git LFS, and for what is no plain file
-    damaged = f"{path} is damaged (truncated or altered) and not read"
-    with refusing(damaged):
+    with refusing(f"{path} cannot be used"):
         data = np.memmap(path, mode="r")
         begin = 8 + int.from_bytes(data[:8], "little")
         top = bytes(data[:begin])
@@ -111,18 +110,16 @@ def read_safetensors(path, verify=True):
         elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
             crc = crc32(body, crc32(blank))
-            require(metadata["crc32"] == f"{crc:08x}", "its checksum is wrong")
-        types = {name: str(entry["dtype"]) for name, entry in header.items()}
-    for name, dtype in types.items():
-        require(dtype in DTYPES, f"{path}: the tensor {name} is of {dtype:.40}; read are {', '.join(DTYPES)}.")
-    tensors = {}
-    with refusing(damaged):
+            require(metadata["crc32"] == f"{crc:08x}", "it is damaged: its checksum is wrong")
+        tensors = {}
         for name, entry in header.items():
+            dtype = entry["dtype"]
+            require(dtype in DTYPES, f"the tensor {name} is of {dtype:.40}; read are {', '.join(DTYPES)}")
             start, end = entry["data_offsets"]
             # view and reshape raise an error if the bytes do not fit the shape
-            tensors[name] = body[start:end].view(DTYPES[types[name]]).reshape(entry["shape"])
+            tensors[name] = body[start:end].view(DTYPES[dtype]).reshape(entry["shape"])
         size = sum(tensor.nbytes for tensor in tensors.values())
-        require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
+        require(size == len(body), f"it is damaged: it holds {len(body):,} bytes, and its tensors {size:,}")
     return tensors, metadata
 
 

@@ -664,10 +664,10 @@ def find_records(path):
     if not exists(records):
         text = read_chunk(with_plain_lines(path))
         held_out = text[-min(90_000, len(text) // 11):].decode("utf-8", "replace").strip()
-        speeches = re.split(r"\n\n[^\n:]{1,40}:\n", held_out)[1:]
-        require(len(speeches) > 1, f"{path} is no play, so it gives no questions; name instructions with --data "
+        _, *speeches = re.split(r"\n\n[^\n:]{1,40}:\n", held_out)
+        require(speeches[1:], f"{path} is no play, so it gives no questions; name instructions with --data "
                 "(./fetch_data.sh instructions brings some).")
-        write_records(records, zip(speeches, speeches[1:]))
+        write_records(records, itertools.pairwise(speeches))
     return records
 
 
@@ -679,9 +679,8 @@ def write_records(path, conversations):
     records = []
     for question, answer in conversations:
         question = " ".join(question.split())
-        reverse = " ".join(reversed(answer.split()))
         records.append({"instruction": question, "output": answer,
-                        "prompt": question, "chosen": answer, "rejected": reverse})
+                        "prompt": question, "chosen": answer, "rejected": " ".join(reversed(answer.split()))})
     write_file(path, json.dumps(records).encode())
 
 
@@ -692,28 +691,27 @@ def make_english():
     answer is the first paragraph of the documentation.  Only paragraphs that are too short for the text, or no prose,
     are taken.  So hardly any answer was learned before."""
     from pydoc_data.topics import topics
-    texts = [("", text) for text in topics.values()]        # (the name to ask for or "", a documentation)
+    texts = [*topics.items()]                               # (name, documentation); the name of a topic has no slash
     library = dirname(os.__file__)
     for path in sorted(glob.glob("**/*.py", root_dir=library, recursive=True)):
-        if re.search("test|packages", path):                # installed packages are not a part of Python
+        # installed packages are not a part of Python, and tests hold examples of what Python refuses
+        if re.search("test|packages", path):
             continue
-        with suppress(SyntaxError, ValueError):             # some files are examples of what Python refuses
-            for node in ast.walk(ast.parse(read_chunk(f"{library}/{path}"))):
-                if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                    texts.append((f"{path[:-3]}/{node.name}", ast.get_docstring(node) or ""))
+        for node in ast.walk(ast.parse(read_chunk(f"{library}/{path}"))):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                texts += [(f"{path[:-3]}/{node.name}", ast.get_docstring(node) or "")]
     documents = []
     conversations = []
     seen = set()
     for name, text in texts:
         paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
-        prose = []                      # the long ones of almost only letters, spaces and commas: no code and no table
-        for paragraph in paragraphs:
-            letters = re.findall(r"[^\W\d_]|[ ,.;:'-]", paragraph)
-            if len(paragraph) >= 40 and len(letters) > 0.9 * len(paragraph):
-                prose.append(paragraph)
+        # the long ones of almost only letters, spaces and commas: no code and no table
+        prose = [paragraph for paragraph in paragraphs if len(paragraph) >= 40
+                 and len(re.findall(r"[^\W\d_]|[ ,.;:'-]", paragraph)) > 0.9 * len(paragraph)]
         documents.append("\n\n".join(paragraph for paragraph in prose if paragraph not in seen))
         seen.update(prose)
-        if name and " " in paragraphs[0] and paragraphs[0] not in prose:
-            conversations.append((name, paragraphs[0]))
+        first = paragraphs[0]
+        if "/" in name and " " in first and first not in prose:
+            conversations += [(name, first)]
     write_file("data/english.txt", "\n\n<|endoftext|>\n\n".join(filter(None, documents)).encode())
     write_records("data/english-chat.json", conversations)

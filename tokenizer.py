@@ -29,7 +29,7 @@ import unicodedata
 from array import array
 from collections import Counter, defaultdict
 from functools import cache, partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain, count, pairwise
 
 # Plumbing: errors, files, processes.  script.py explains it, and it can wait.
@@ -273,28 +273,36 @@ def encode_word(ids, rank_of, made_by):
     rank_of: {(left id, right id): the rank of their merge, 0 for the one that was learned first};
     made_by: made_by[rank] is the id that this merge makes.
 
-    The heap holds (rank, the places of its two ids).  A merge leaves its id at the left place, and None at the right
-    one.  So a word of n bytes takes about n log n steps, also one of a million bytes without a space.  (A run of None
-    is the rest of one token.  So the loops that skip it are short.)"""
+    The heap holds (rank, place) of each pair that may merge; ranks[place] is the true rank of the pair that begins
+    there, None if it does not merge.  A merge leaves its id at the left place, and None at the right one.  So a word of
+    n bytes takes about n log n steps, also one of a million bytes without a space.  (A run of None is the rest of one
+    token.  So the loops that skip it are short.)"""
     get = rank_of.get
-    ranks = map(get, pairwise(ids))
-    heap = sorted([(rank, p, p + 1) for p, rank in enumerate(ranks) if rank is not None])
+    ranks = list(map(get, pairwise(ids)))
+    heap = [(rank, place) for place, rank in enumerate(ranks) if rank is not None]
+    heapify(heap)
     while heap:
-        rank, p, q = heappop(heap)
-        if get((ids[p], ids[q])) != rank:
-            continue                # another merge took one of the two since the pair was put there
-        ids[p] = made_by[rank]
-        ids[q] = None
-        before = p - 1
+        rank, left = heappop(heap)
+        if ranks[left] != rank:
+            continue                # this entry is old: another merge took one of the two ids
+        right = left + 1
+        while ids[right] is None:
+            right += 1
+        before = left - 1
         while ids[before] is None:
             before -= 1
-        after = q + 1
+        after = right + 1
         while ids[after] is None:
             after += 1
-        for left, right in (before, p), (p, after):
-            rank = get((ids[left], ids[right]))
-            if rank is not None:
-                heappush(heap, (rank, left, right))
+        merged = ids[left] = made_by[rank]
+        ids[right] = ranks[right] = None
+        # the two new pairs
+        rank = ranks[before] = get((ids[before], merged))
+        if rank is not None:
+            heappush(heap, (rank, before))
+        rank = ranks[left] = get((merged, ids[after]))
+        if rank is not None:
+            heappush(heap, (rank, left))
     return [token for token in ids[1:-1] if token is not None]
 
 
@@ -609,17 +617,12 @@ def find_cut(window):
     the ids of the whole (except at the last resort below).  The cut is at the first place that is
 
         before white space that follows something else (but not ">", which may end a separator),
-        or behind a run of letters or of digits (but not before "<" or "|", which may stand in a separator),
         or behind a separator and its line ends.
 
     If there is no such place, as in a window of one letter alone, it is in the middle, between two characters.  (A
     window has 64 KiB: CUT_WINDOW in script.py.)"""
     text = to_str(re.sub(rb"^[\x80-\xbf]{1,3}", b"", window))   # begin at a character
-    letter, number = char_classes(BMP)
-    # what may begin a separator; half a character at the window's end; a character beyond U+FFFF
-    never_before = "<|\udc80-\udcff\U00010000-\U0010FFFF"
     cut = re.search(f"[^{SPACE}>](?=[{SPACE}])"
-                    f"|[{letter}](?=[^{letter}{never_before}])|[{number}](?=[^{number}{never_before}])"
                     r"|\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text)
     place = cut.end() if cut else len(text) // 2
     return len(window) - len(to_bytes(text[place:]))

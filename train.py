@@ -97,7 +97,7 @@ def make_batch(rows, T, K):
 
     A row has at most T + K ids.  The model reads the first T.  The next one is the last target of head 0.  The other
     K - 1 are targets of the further heads alone."""
-    P = max(padded_length(row, T) for row in rows)
+    P = max(padded_lengths(rows, T))
     inputs = np.zeros((len(rows), P), np.int64)
     targets = np.full((len(rows), P + K - 1), -1)
     for b, (ids, mask) in enumerate(rows):
@@ -108,17 +108,16 @@ def make_batch(rows, T, K):
     return inputs, targets
 
 
-def padded_length(row, T):
-    """The number of inputs of a row, rounded up to a multiple of 8, at most T."""
-    ids, _ = row
-    return min(T, 8 * model_gpu.ceil_div(len(ids) - 1, 8))
+def padded_lengths(rows, T):
+    """-> an array: the number of inputs of each row, rounded up to a multiple of 8, at most T."""
+    return np.array([min(T, 8 * model_gpu.ceil_div(len(ids) - 1, 8)) for ids, _ in rows])
 
 
 def batches_of_one_length(rows, order, T, tokens):
     """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.
     A batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first, so that memory is
     allocated once.  order: an array of the indices; among rows of one length it says which come first."""
-    lengths = np.array([padded_length(row, T) for row in rows])
+    lengths = padded_lengths(rows, T)
     order = order[np.argsort(-lengths[order], kind="stable")]
     batches = []
     while len(order):
