@@ -159,7 +159,7 @@ HELP = ("An empty line lets the model write on, unless it has finished its answe
         "Put a space before a text that begins with a slash.\n"
         "/reset          forget the conversation\n"
         "/system TEXT    forget the conversation; a fine-tuned model reads this text before the next question\n"
-        "/seed N         the same seed gives the same text\n"
+        "/seed N         the same seed gives the same text (rounding can change it)\n"
         "/temperature X  0: the likeliest token; 1: as the model learned; more: wilder\n"
         "/tokens         how likely each token of the last answer was: green from 50%, cyan 10%, yellow 1%, red\n"
         "/quit           leave, as do quit and exit")
@@ -226,7 +226,7 @@ def parse_arguments(argv):
         help="draw among the k likeliest tokens; 0: among all (default 50)")
     add("--top-p", type=bounded(float, 0.001, 1), default=1.0,
         help="draw among the likeliest tokens of this probability together (default 1: all)")
-    add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text (default: another text every time)")
+    add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text; default: another text every time")
     add("--speculation", action=argparse.BooleanOptionalAction,
         help="guess ahead with all further heads, or with none: the text is the same, the speed differs (default: "
         "with one on a GPU)")

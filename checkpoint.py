@@ -98,19 +98,20 @@ def read_safetensors(path, verify=True):
     ValueError, with the name of the file, if its tensors together are not as large as its data.  In a file that we
     wrote, every altered byte is an error, too.  verify: False if only the header is needed."""
     read_chunk(path, 0, 99)             # an error for a pointer of Git LFS, and for what is no plain file
-    with refusing(f"{path} cannot be used"):
+    with refusing(f"{path} is damaged, or of a kind that is not read here"):
         data = np.memmap(path, mode="r")
         begin = 8 + int.from_bytes(data[:8], "little")
         top = bytes(data[:begin])
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        if not {"crc32", "step"} & set(metadata):               # ours has both names: one damaged byte cannot hide both
+        # A file of ours has both names.  If a byte is damaged, one of them is still there
+        if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:
             blank = re.sub(rb'"crc32":"\w{8}"', NO_CRC, top)
             crc = crc32(body, crc32(blank))
-            require(metadata["crc32"] == f"{crc:08x}", "it is damaged: its checksum is wrong")
+            require(metadata["crc32"] == f"{crc:08x}", "its checksum is wrong")
         tensors = {}
         for name, entry in header.items():
             dtype = entry["dtype"]
@@ -119,7 +120,7 @@ def read_safetensors(path, verify=True):
             # view and reshape raise an error if the bytes do not fit the shape
             tensors[name] = body[start:end].view(DTYPES[dtype]).reshape(entry["shape"])
         size = sum(tensor.nbytes for tensor in tensors.values())
-        require(size == len(body), f"it is damaged: it holds {len(body):,} bytes, and its tensors {size:,}")
+        require(size == len(body), f"it holds {len(body):,} bytes, and its tensors {size:,}")
     return tensors, metadata
 
 
@@ -188,8 +189,8 @@ LLAMA_SIZES = {
 
 
 def llama_config(config, eos):
-    """What config.json holds: the keys of Hugging Face's LlamaConfig whose defaults are not ours; then our own:
-    mtp_heads, mtp_weight, and context, which may be smaller than what a base could read."""
+    """What config.json holds: the sizes by the names of Hugging Face's LlamaConfig, and what else it needs; then our
+    own keys: mtp_heads, mtp_weight, and context, which may be smaller than what a base could read."""
     sizes = {theirs: getattr(config, ours) for theirs, ours in LLAMA_SIZES.items()}
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes,
             "bos_token_id": None, "eos_token_id": eos,

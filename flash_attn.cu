@@ -6,10 +6,10 @@
 // How long      Somebody who knows NumPy and no CUDA needs half an hour for the mathematics below, ten minutes
 //               for section 0 (one thread a query) and an hour for section 1 (tiles; fp32, any GPU from compute
 //               capability 7.0 on). That is all of FlashAttention. Section 2 is optional: the same three
-//               kernels on tensor cores (bf16 or tf32, from 8.0 on), 13 to 15 times as fast on an H200. It
-//               takes a hundred minutes, with NVIDIA's manual "PTX ISA" at hand: its parts "Matrix fragments
-//               for mma.m16n8k16", "ldmatrix", and for Hopper's products (wgmma; 9.0, bf16, D = 64)
-//               "Asynchronous warpgroup level matrix instructions", which can be left out.
+//               kernels on tensor cores (bf16 or tf32, from 8.0 on), in bf16 on an H200 13 to 15 times as
+//               fast as section 1. It takes a hundred minutes, with NVIDIA's manual "PTX ISA" at hand: its parts
+//               "Matrix fragments for mma.m16n8k16" (and m16n8k8), "ldmatrix", and for Hopper's products (wgmma;
+//               9.0, bf16, D = 64) "Asynchronous warpgroup level matrix instructions", which can be left out.
 // Not here      RoPE's forward (kernels.cu): q and k arrive rotated. RoPE's backward is here: the gradients
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
@@ -154,10 +154,10 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    writes the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    writes the other columns; reads delta, so it comes
 //                                                           after dq; does not read out
-// The readable ones need no dynamic shared memory (the part whose size the launch says). The fast ones need a
-// tile, or two in the backward, and four of 64 rows of the other side; dkdv needs 16 bytes more for each of
-// these 64 rows. That is at most 97 KB, which every GPU from 8.0 on gives a block that asks for it
-// (max_dynamic_shared_size_bytes in CuPy).
+// The readable ones need no dynamic shared memory (the part whose size the launch says). The fast ones need tiles:
+// one of the block's own rows in the forward, two in the backward; and four of 64 rows of the other side. dkdv
+// needs 16 bytes more for each of these 64 rows. That is at most 97 KB, which every GPU from 8.0 on gives a block
+// that asks for it (max_dynamic_shared_size_bytes in CuPy).
 //
 // What they cover of model_cpu.py, each for one tile of rows at a time:
 //     flash_forward          attention_forward
@@ -257,7 +257,7 @@ __device__ Row load(Matrix from, int t) { return load(from.row(min(t, from.T - 1
 __device__ void store(Matrix to, int t, float factor, Row row, Floats angles = nullptr) {
     if (t >= to.T) return;
     for (float& x : row.x) x *= factor;
-    for (int n = 0; n < 8 && angles; n += 2)  // the pair's second column is the lane's eighth to the right
+    for (int n = 0; n < 8 && angles; n += 2)  // x[n] and x[n + 8] are a pair, D/2 columns apart
         turn_back((float2&)row.x[n], (float2&)row.x[n + 8], angles + t * D + own_column(n));
     FOR_STRIDED(n, 0, 16, 4) copy_16_bytes(to.row(t) + own_column(n), row.x + n);
 }
@@ -426,7 +426,8 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
 // (GEMM) of small matrices is one instruction of a whole warp, and each lane holds some entries of its operands.
 // Most of this section is about which.
 
-// --- Instructions that C++ has no words for. On the CPU, tests/cuda_on_cpu.h has functions of these names. -
+// --- Instructions that C++ has no words for. For the CPU tests/cuda_on_cpu.h has functions of the names that
+// the kernels use. ------------------------------------------------------------------------------------------
 #ifndef CUDA_ON_CPU
 
 // The bits of a float rounded to tf32, which has 10 bits of mantissa. The tensor cores would cut off the rest.
@@ -511,8 +512,11 @@ __device__ Descriptor wgmma_tile(const char* rows) {
     return shared_address(rows) / 16 | 1024ull / 16 << 32 | 1ull << 62;
 }
 
-// The numbers behind the operands say: whether C is added (p, or 1); the signs of A and of B (1: as they are); which
-// of A and B lie transposed in shared memory: in wgmma_abt neither (0, 0), in wgmma_ab B does (1; A is not there).
+// The numbers behind the operands, by their names in the manual:
+//     scale-d                        whether the product is added to C: p in wgmma_abt, 1 in wgmma_ab
+//     imm-scale-a, imm-scale-b       the signs of A and of B: 1 leaves them as they are
+//     imm-trans-a, imm-trans-b       which of them lie transposed in shared memory: in wgmma_abt neither (0, 0), in
+//                                    wgmma_ab B does (1); A is in registers there and has no such number
 #define ALL_OF_C EIGHT("+f", c, 0), EIGHT("+f", c, 8), EIGHT("+f", c, 16), EIGHT("+f", c, 24)
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
@@ -583,10 +587,11 @@ constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hoppe
 
 // A block's own tile has PARTS parts of 64 rows. A warp has 16 rows of each part. The other side comes in tiles of 64
 // rows. With two parts each of these tiles is used twice. Two things allow one part only:
-//   * wide rows (D = 128, or tf32): two parts would not fit into the registers;
+//   * wide rows: with D = 128 two parts would not fit into the registers; in tf32 a block of the backward would take
+//     129 KB of shared memory, and two of them would not fit a multiprocessor;
 //   * a multiprocessor with 100 KB of shared memory (8.6, 8.9, 12.0). There two blocks of the backward fit with one
-//     part (bf16, D = 64), but only one block with two parts. (dK/dV with one part takes 49 KB and 1 KB that CUDA
-//     adds: two are exactly 100 KB.)
+//     part (bf16, D = 64), but only one block with two parts. (dK/dV with one part takes 49 KB, and CUDA adds 1 KB: two
+//     blocks are exactly 100 KB.)
 
 // --- Tiles in shared memory ----------------------------------------------------------------------------
 constexpr int CHUNK = 16 / sizeof(real);  // numbers of a chunk
@@ -598,8 +603,8 @@ constexpr int TILE_BYTES = 64 * ROW_BYTES;  // of a tile of 64 rows
 
 // Where a chunk lies, in bytes from the start of the tile. It is swizzled: the number of the chunk is XORed
 // with that of its row. ldmatrix reads one chunk of eight successive rows at a time; swizzled, these lie in
-// eight different sets of banks. The pattern repeats every eight rows: 8 rows down is + 8 ROW_BYTES. From chunk 0
-// or 1, 2s chunks to the right is ^ 32s (in load_a, load_bt and load_b).
+// eight different sets of banks. The pattern repeats every eight rows: offset(row + 8, c) is offset(row, c) + 8
+// ROW_BYTES. For c = 0 and 1, offset(row, c + 2s) is offset(row, c) ^ 32s (load_a, load_bt and load_b use that).
 __device__ int offset(int row, int chunk) {
     int twist = CHUNKS >= 8 ? row & 7 : row >> 1 & 3;  // a row of four chunks fills half of the banks
     return row * ROW_BYTES + 16 * (chunk ^ twist);
@@ -684,8 +689,8 @@ __device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
     load_matrices(b, tile + row * ROW_BYTES + (offset(LANE % 8 + LANE / 16 * 8, LANE / 8 % 2) ^ 32 * step));
 }
 
-// Word i of the left operand that pieces n and n + 1 of P are, or in tf32 piece n alone. Rounded to bf16
-// they already lie as they must: P goes from one product into the next without leaving its registers.
+// Word i of a left operand: in bf16 pieces n and n + 1 of P are one, in tf32 piece n alone. Rounded to bf16 the
+// numbers already lie as they must: P goes from one product into the next without leaving its registers.
 //
 // In tf32 (mma m16n8k8) they do not: the instruction wants k = l % 4 and l % 4 + 4 from lane l, which has
 // columns 2 (l % 4) and the next. But a sum over k may take its terms in any order. So the lane hands in
@@ -935,7 +940,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     int first = j * ROWS + row;
 
     int end = at.h + H / G;  // of the heads of the group
-    int next = j * ROWS;     // the query at which the stage begins that is loaded; at.h is its head
+    int next = j * ROWS;     // the first query of the stage that is being loaded; at.h is its head
     auto load_queries = [&](int n, int query) {
         load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
         int t = query + threadIdx.x % 64;
@@ -953,7 +958,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     for (int n = 0; at.h < end; n++) {
         const char* Q_tile = stages + n % 2 * 2 * TILE_BYTES;  // the tile of dO lies behind it
         Floats lse_tile = numbers + n % 2 * THREADS;
-        int query = next;  // at which the stage begins that is used now
+        int query = next;  // the first one of the stage that is used now
         next += 64;
         if (next >= T) {   // the next head, from the block's first key on
             next = j * ROWS;

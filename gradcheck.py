@@ -77,8 +77,8 @@ TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, hidden=24, contex
 TIED = dataclasses.replace(TINY, layers=1, predict=1, tied=True)        # as other people's models are
 ROW_WEIGHTS = [1.5, -0.5]    # one for each row, as in rl.py: one text becomes more probable, the other less
 TINY_STEP = 2e-4         # h: the best of the table above
-# A bar is the largest error that passes.  The code has 6.3e-11; of the planted bugs that spoil a slope the mildest has
-# 1.2e-5.  (The others spoil the forward.)
+# A bar is the largest error that passes.  The code has 6.3e-11.  Some of the planted bugs spoil slopes: the mildest of
+# these, norm_eps, gives an error of 1.2e-5.  (The others spoil only the forward.)
 TINY_BAR = 1e-8
 SMALL_STEP = 1e-3        # the worst error is 2.8e-8 with h = 2e-4, 4.1e-9 with 1e-3, 5.3e-7 with 5e-3
 SMALL_BAR = 1e-7         # the code has 4.1e-9
@@ -212,7 +212,8 @@ def forward_error(model, tokens, targets):
 # puts in `return;`, what is left of the function behind it is not run.)
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
-    # First the bugs that leave the loss of a whole batch as it is.  Only the slopes can show them.
+    # First the bugs that leave the forward as it is.  (micro_divisor changes that of a micro-batch, but not that of a
+    # whole batch.)  Only the slopes can show them.
     "rope_sign": ("rope_backward: -sin -> sin",
         "The backward turns the gradient by the same angle again, instead of back."),
     "group_not_summed": ("attention_backward: .sum(axis=2, keepdims=True) -> [:, :, -1:]",
@@ -278,7 +279,7 @@ def altered_functions(bug, scope):
         name, old, new = re.fullmatch("(.*?): (.*) -> (.*)", edit, re.DOTALL).groups()
         source = sources.get(name, inspect.getsource(scope[name]))
         sources[name] = source.replace(old, new)        # where `old` is missing nothing changes: NOT CAUGHT
-        exec(sources[name], scope, altered)
+        exec(sources[name], scope, altered)             # looks up names in scope, and puts the new function in altered
     return altered
 
 
@@ -318,7 +319,7 @@ def report_damage(replacements, every=17):
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
         rows = [*check_entries(*problem, TINY_STEP, every), *check_entries(*problem, TINY_STEP, 200, ROW_WEIGHTS)]
-    rows.sort(key=lambda row: row[3])       # the larger of the two errors of a tensor comes last, and stays in `wrong`
+    rows.sort(key=lambda row: row[3])       # by error: of a tensor's two errors the larger one overwrites the other
     wrong = {name: worst for name, _, _, worst, _ in rows if worst > TINY_BAR}
     same_forward = error <= FORWARD_BAR             # not so for a NaN
     if same_forward and not wrong:

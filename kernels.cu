@@ -1,9 +1,10 @@
-// kernels.cu: every CUDA kernel of the GPU engine but attention in training, which is in flash_attn.cu.
+// kernels.cu: every CUDA kernel of the GPU engine but those of attention over whole texts (with RoPE's backward), which
+// are in flash_attn.cu.
 //
 // Read model_cpu.py first. Each kernel names the functions of model_cpu.py that it covers and quotes their
 // formulas; their derivations stand there. model_gpu.py launches the kernels. The shape of a launch, "Grid
 // (blocks); threads of a block", stands above each kernel. What this file does not do: the large matrix
-// products of training, which cuBLAS computes (section 7 has a readable one), and sums across GPUs.
+// products, which cuBLAS computes (section 7 has a readable one), and sums across GPUs.
 //
 // How long it takes, for a reader who knows NumPy and no CUDA: about three hours. The primer below and
 // sections 1 to 3 take one hour. Sections 4 to 6, the rest of training, take forty-five minutes. The other
@@ -58,7 +59,7 @@
 // feed-forward width, V vocabulary, K prediction heads, N = B*T tokens.
 //
 // Memory traffic makes such kernels slow, not arithmetic. An H200 can move 4.3 TB/s and multiply and add 700
-// TFLOP/s in bf16: 160 operations for each byte. A norm has at most one for each byte. So reading and writing the
+// TFLOP/s in bf16: 160 operations for each byte. A norm has one or two for each byte. So reading and writing the
 // activations takes more time than anything computed from them. Therefore
 //   * functions that follow each other are fused into one kernel, so that a tensor is read and written once:
 //     the residual add with the norm after it, the norm's backward with the add of its gradient to the
@@ -73,8 +74,8 @@
 // one order, so two runs give the same bits.
 //
 // model_gpu.py puts flash_attn.cu behind this file, and compiles both as one text. Two macros matter here:
-//     -DBF16=0 or 1     for both files: chooses `real`, the type in which activations and the weights of products
-//                       are stored
+//     -DBF16=0 or 1     for both files: chooses `real`, the type in which activations and the matrices that
+//                       kernels read are stored
 //     -DROW_THREADS=n   the threads of a block that owns a row of C numbers. Only rmsnorm_backward must know it,
 //                       because it uses many registers: the more threads a block has, the fewer each may use
 
@@ -265,7 +266,7 @@ KERNEL embedding_backward(float* dembed, Reals dout, Ints order, Ints starts, in
 //
 // This is the primer's kernel with eight columns a thread. x stays in registers between the sum of squares
 // and its use. The norm reads x as it is stored (in bf16: rounded), because the backward will read that.
-// Where there is no increment, x is before and is not written.
+// Where there is no increment, the kernel norms `before` and does not touch x.
 // Grid (N); C/8 threads, rounded up to whole warps.
 KERNEL rmsnorm_forward(real* out, float* rstd, real* x,
                        Floats gain, Reals before, Reals increment,
@@ -299,8 +300,9 @@ KERNEL rmsnorm_forward(real* out, float* rstd, real* x,
 // and writes a row of partial. Then column_sum adds the rows of partial.
 //
 // The sum within a row takes a barrier. Memory would stand idle at it. So each round of the loop first loads row
-// `next`, and then computes row n, which the round before has loaded. The first round only loads, the last one
-// only computes. Each round gives block_sum the other half of `slots`; so one barrier a row is enough.
+// `next` (once the row that it holds is unpacked), and then computes row n, which the round before has loaded. The
+// first round only loads, the last one only computes. Each round gives block_sum the other half of `slots`; so one
+// barrier a row is enough.
 // Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
 KERNEL __launch_bounds__(ROW_THREADS)
 rmsnorm_backward(real* dx, float* partial, Reals dout,
@@ -512,8 +514,8 @@ KERNEL sum_of_squares(float* partial, Floats grad, Index n) {
 // The second stage fills state (3), which stays on the GPU:
 //     state[0]    the norm of all gradients
 //     state[1]    min(1, clip / (norm + 1e-6)), the factor for adamw. This norm is that of AdamW's part of the
-//                 gradient alone: the first adamw_blocks partial sums are its
-//     state[2]    how many updates have changed nothing: from the first norm on that is not finite, all
+//                 gradient alone, whose squares are summed in the first adamw_blocks entries of partial
+//     state[2]    how many updates were skipped: after one norm that is not finite all later ones are
 // Grid (1); 1024 threads.
 KERNEL gradient_norm(float* state, Floats partial, int adamw_blocks, int blocks, float clip) {
     __shared__ float slots[2][32];
@@ -670,8 +672,8 @@ matmul(void* out, Reals a, Reals b,
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x;
     int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
-    // A piece of x, from number `first` of its rows (of a) or columns (of b) and from k0 of the sum on. along: whether
-    // neighbours in memory are neighbours in the sum; neighbouring threads take these.
+    // Loads a piece of x: the terms of the sum from k0 on, of the rows of a (or the columns of b) from `first` on.
+    // along: whether neighbours in memory are neighbours in the sum; neighbouring threads take these.
     auto load_piece = [=](float (*piece)[TILE + 1], Reals x, int first, int size, int k0, bool along) {
         x += Index(blockIdx.z) * size * I;  // in stacks: matrix i of a with matrix i of b
         FOR_STRIDED(i, threadIdx.x, TILE * DEPTH, 256) {
@@ -705,8 +707,9 @@ matmul(void* out, Reals a, Reals b,
 // -----------------------------------------------------------------------------------------------------------
 // 8. Decoding: a few new tokens, after earlier ones whose k and v are in the KV cache
 // -----------------------------------------------------------------------------------------------------------
-// One new token must read all weights of the model. That is nearly all the time that it takes. So a layer is five
-// kernels, each made for few rows:
+// One new token must read all weights of the model. That limits how fast it can be: for a large model it is most of
+// the time; for big it is a quarter, and the rest is waiting at the beginning and end of each kernel. So a layer is
+// only five kernels, each made for few rows:
 //
 //     decode_qkv          x  ->  q, k, v           reads norm1, qkv;  k and v go to the cache
 //     decode_attention    q  ->  y                 reads the cache
@@ -723,9 +726,9 @@ matmul(void* out, Reals a, Reals b,
 //     lengths (n)     how many tokens of its text are in the cache before each new token
 //     times (n)       the position in its text of what is drawn after each row
 //
-// Where several texts are drawn at once, each row is of another text. Then only decode_attention and draw serve,
-// because with many rows cuBLAS is faster. stride is the number of tokens from the cache of one text to that of
-// the next; 0 says that all rows are of one text and follow each other.
+// Where several texts are drawn at once, each row is of another text. Then of sections 8 and 9 only decode_attention
+// and draw serve, because with many rows cuBLAS is faster. stride is the number of tokens from the cache of one
+// text to that of the next; 0 says that all rows are of one text and follow each other.
 constexpr int GROUP_ROWS = 4;
 
 // Programmatic dependent launch, as NVIDIA calls it: from Hopper on a kernel may start before the one ahead of it
@@ -733,7 +736,8 @@ constexpr int GROUP_ROWS = 4;
 //   * When each block of the kernel ahead has called start_next or has ended, blocks of this one enter where there
 //     is room.
 //   * They may read weights at once, because no kernel of decoding writes these. They may read `lengths`, `times`
-//     and draw's `drawing` at once, because the first kernel of a step starts as usual, after these were copied.
+//     and draw's `drawing` at once: these were copied before the first kernel of the step began, whose launch is an
+//     ordinary one.
 //   * Before they touch anything else they call await_last, which waits for the end of the kernel ahead.
 //   * A prefetch brings memory to the L2 cache and returns no value, so it need not wait.
 // On earlier GPUs start_next, await_last and prefetch do nothing: each kernel starts at the end of the one ahead.
@@ -757,8 +761,8 @@ struct Product {
     int n, I;
 };
 
-// What two_products, the next function, does for a group of at most N rows of x: it multiplies each of them with
-// w_a and w_b, two rows of w. One lane of the warp hands each pair to take(row, a, b). If the group has fewer
+// For each row r of a group of at most N rows of x: a = x_r . w_a and b = x_r . w_b, with two rows of w. One lane of
+// the warp hands them to take(r, a, b). (two_products, below, calls this with the N that fits.) If the group has fewer
 // than N rows, the last one is computed again, and that result is dropped: so no branch is needed. For every N the
 // terms of a row's sum are added in the same order, so a row gets the same bits.
 template <int N, class Take>
@@ -805,10 +809,10 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
 }
 
 // For each row of x in this block's group: its products a with row_a of w, and b with row_b of w. take(row, a, b)
-// receives them. Reading w takes nearly all the time. So a warp reads the two rows of w once, 16 bytes a lane, for
-// all rows of its group. The factor rstd of the norm is common to all terms of a row's sum. So it comes at the end,
-// and nothing waits for it. warps: the number of warps that share the columns of w. What each of them hands to take
-// is only its part of the sum.
+// receives them. w is what the kernel waits for. So a warp reads the two rows of w once, eight numbers a lane at a
+// time, for all rows of its group. The factor rstd of the norm is common to all terms of a row's sum. So it comes
+// at the end, and nothing waits for it. warps: the number of warps that share the columns of w. What each of them
+// hands to take is only its part of the sum.
 template <class Take>
 __device__ void two_products(Product of, int row_a, int row_b, int warps, Take take) {
     Reals w_a = of.w + Index(row_a) * of.I;
@@ -990,8 +994,8 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
 // -----------------------------------------------------------------------------------------------------------
 typedef unsigned long long Bits;  // 64 of them: the key of an id, a seed, or a hash
 
-// A key for each id. No two are equal. A larger x has the larger key (-0 comes before 0); of two equal x the
-// smaller id has the larger key, as in sample. Ids are below 65,536.
+// A key for each id. No two are equal. A larger x has the larger key (-0 has a smaller one than 0); of two equal x
+// the smaller id has the larger key, as in sample. Ids are below 65,536.
 __device__ Bits order_key(float x, int id) {
     unsigned bits = __float_as_uint(x);
     return Bits(bits >> 31 ? ~bits : bits | 1u << 31) << 16 | 0xFFFF - id;
@@ -1011,7 +1015,7 @@ __device__ double gumbel(Bits seed, int t, int id) {
     return -log(-log((double(z >> 12) + 0.5) / 4503599627370496.0));
 }
 
-// Covers sample as Decoder.draw calls it.
+// Covers sample as the Decoder calls it.
 //     ids (n,heads)        what each head draws after each row of logits (n,heads,V); in the host's memory
 //     times, seeds (n)     the position that head 0 draws for, and the seed of the noise, of each row
 //     drawing (4)          temperature (above 0), top_p, top_k and vocab. For temperature 0 the host asks for
@@ -1042,9 +1046,9 @@ KERNEL draw(int* ids, Floats logits,
             if (order_key(z[id], id) >= least) sum += scale ? expf(scale * (z[id] - top)) : 1.0f;
         return block_sum(sum, slots[slot]);
     };
-    // The largest key for which the ids from this key on still weigh `mass`: of the ids in falling order of
-    // their keys, the one with which the sum of the weights reaches `mass`. It grows bit by bit, from the
-    // highest bit down: a bit is kept if the ids from the larger key on still weigh enough.
+    // The largest key such that the ids with this key or a larger one weigh at least `mass`: of the ids in falling
+    // order of their keys, the one with which the sum of the weights reaches `mass`. It grows bit by bit, from the
+    // highest bit down: a bit is kept if the ids that are left then still weigh enough.
     auto key_where = [&](float mass, float scale) {
         Bits key = 0;
         for (int bit = 47; bit >= 0; bit--) {

@@ -16,7 +16,7 @@ gradients.
     10. Workspace, check_batch                memory; what is refused (optional)
     11. main                                  the guided tour: python model_cpu.py
 
-Letters, used in every file and in the CUDA code too:
+Letters, here and in the CUDA code; elsewhere, too, where nothing else is said:
 
     B batch        T time (positions)    C model width (dim)       L layers             N = B*T tokens
     H query heads  G key/value heads     D = C/H head width        R = H/G              F feed-forward width
@@ -404,7 +404,8 @@ def attend(out, P, q, k, v, mask):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
 
-    q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or in draw_rows (B,1,1,T,J), one for each text."""
+    q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or from a Decoder (B,1,1,T,J): one for each
+    text."""
     np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,J) -> the scores
     P *= 1.0 / math.sqrt(q.shape[-1])
     P += mask
@@ -422,7 +423,7 @@ def attention_forward(out, P, qkv, config):
     attend(by_group(out, config), P, q, k, v, mask)
 
 
-# Derivation, for one head (O = out, dO = dout):
+# Derivation, for one head.  (Here Q, K, V are its queries, keys and values as matrices; O = out, dO = dout.)
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
 #     P_i = softmax(S_i):                log P_ij = S_ij - log sum_l exp(S_il), so
@@ -619,11 +620,12 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 #
-# What decay does.  With a = lr decay and u_t the direction of step t, param = (1 - a) param - lr u_t.  And
-# lr = a / decay.  So in the end
-#     param = the sum over steps s of  a (1 - a)^(t-s) (-u_s / decay)
-# (beside what is left of the initial weights): an average of the past steps' directions, because the factors add up to
-# nearly 1.  One of them fades by the factor e within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what
+# What decay does.  Let u_t be the direction of step t, and a = lr decay.  Then
+#     param_t = (1 - a) param_(t-1) - lr u_t
+#             = (1 - a)^2 param_(t-2) - lr (u_t + (1 - a) u_(t-1))          and so on, down to the initial weights:
+#     param_t = (1 - a)^t param_0 + the sum over s = 1..t of  a (1 - a)^(t-s) (-u_s / decay)        with lr = a / decay
+# The factors a (1 - a)^(t-s) add up to nearly 1.  So the weights are an average of the past steps' directions.  In this
+# average a step loses all but 1/e of its share within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what
 # was measured).  The same holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
@@ -645,8 +647,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
 # M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the same
-# length.  (Take all steps that change no output by more than the length of its input: |step @ x| <= |x| for every x.
-# Of these the one along U V^T lowers the loss most, to first order.)
+# length.  Why this direction: among all steps with |step @ x| <= |x| for every x (their spectral norm is at most 1) the
+# step -U V^T lowers the loss fastest.
 #
 # No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
@@ -793,7 +795,7 @@ class Model:
         self.rope = rope_table(config, dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
         pool = ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
-        self.map = pool.map if threads > 1 else map     # both give the results in order
+        self.map = pool.map if threads > 1 else map     # both give the results in order; list() waits for all of them
         self.decoder = self.new_decoder(1, config.context)
 
     def refresh(self):
@@ -818,7 +820,7 @@ class Model:
         return lambda: arrays
 
     def new_decoder(self, rows, length):
-        """A Decoder of this number of texts at once, each of at most `length` tokens."""
+        """A Decoder of so many texts (rows) at once, each of at most `length` tokens."""
         return Decoder(self, rows, length)
 
     def _trunk(self, tokens, layers, shared, attentions=None, first=0):
@@ -857,7 +859,7 @@ class Model:
         weights (B,), one for each text, are for rl.py.  Head 0's loss is then the sum of w_b (-log p) / counted[0],
         where counted[0] is a divisor of the caller's choice, at least 1.  The losses of the further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
-        self.pending = self.workspaces[:len(tokens)]
+        self.pending = self.workspaces[:len(tokens)]        # no text is cut, so there are no more shares than texts
         # with one thread there is one share, the whole batch
         shares = [np.array_split(array, len(self.pending)) for array in (tokens, targets, weights)]
         losses = sum(self.map(self._forward_share, self.pending, *shares))
@@ -930,7 +932,7 @@ class Model:
         must stop, and can look at the gradient."""
         c = self.config
         muon = muon_part(c, self.optimizer)
-        before, of_muon, after = np.split(self.flat_grads, [muon.start, muon.stop])
+        before, of_muon, after = np.split(self.flat_grads, [muon.start, muon.stop])     # views: they can be scaled
         squares = before @ before + after @ after
         norm = math.sqrt(squares + of_muon @ of_muon)
         if not math.isfinite(norm):
@@ -960,19 +962,19 @@ class Model:
 class Decoder:
     """Continues a text with a KV cache: the keys and values of the tokens before are kept, and not computed again.
 
-    rows, length: the number of texts, each with a cache of its own for `length` tokens.  draw_rows draws them all;
+    texts, length: the number of texts, each with a cache of its own for `length` tokens.  draw_rows draws them all;
     extend, draw and truncate are for one text.
     tokens: the list of ids whose keys and values the cache of the first text holds (in draw_rows also the zeros that
     stand before a short text)."""
 
-    def __init__(self, model, rows, length):
+    def __init__(self, model, texts, length):
         c = self.config = model.config
         self.model = model
         self.tokens = []
         # Keys and values of each token in every layer.  Those of one head lie one behind the other, as attention reads
         # them.  np.zeros takes memory only where it is written.
-        self.cache = np.zeros((c.layers, 2, rows, c.kv_heads, 1, length, c.head_dim), model.dtype)
-        self.pads = np.zeros((rows, 1, 1, 1, length), model.dtype)      # added to the scores: see draw_rows
+        self.cache = np.zeros((c.layers, 2, texts, c.kv_heads, 1, length, c.head_dim), model.dtype)
+        self.pads = np.zeros((texts, 1, 1, 1, length), model.dtype)      # added to the scores: see draw_rows
         # without a backward all layers compute in the arrays of one
         self.workspace = Workspace(replace(c, layers=1), model.dtype)
 
@@ -999,16 +1001,16 @@ class Decoder:
         """Append n tokens; return the logits (n,K,V) after each of them."""
         return self._read([tokens], len(tokens), self.config.predict)
 
-    def _read(self, tokens, rows, heads):
-        """Append tokens (B,n) -> the logits (B*rows,heads,V) after the last `rows` tokens of each text: the forward of
+    def _read(self, tokens, last, heads):
+        """Append tokens (B,n) -> the logits (B*last,heads,V) after the last so many tokens of each text: the forward of
         training with another attention."""
         tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)
         attentions = [partial(self._attention, cache) for cache in self.cache]
         final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)   # (B*n,C)
         self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
-        last = final.reshape(len(tokens), -1, self.config.dim)[:, -rows:]                               # (B,rows,C)
-        return self.model._head_logits(last.reshape(-1, self.config.dim), heads)
+        final = final.reshape(len(tokens), -1, self.config.dim)[:, -last:]                              # (B,last,C)
+        return self.model._head_logits(final.reshape(-1, self.config.dim), heads)
 
     def _attention(self, cache, out, unused_P, qkv, config):
         """attention_forward of new tokens: their keys and values go to the layer's cache (2,B,G,1,length,D), and all
@@ -1022,16 +1024,16 @@ class Decoder:
         P = np.empty((*q.shape[:-1], end), q.dtype)     # a row for each new token, a column for each token so far
         attend(by_group(out, config), P, q, keys, values, causal_mask(n, end, q.dtype) + self.pads[..., :end])
 
-    def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, and draw after each of the last `rows` of them -> ids (rows, heads).  For rows = 2 and heads =
-        3 they are for these positions of the text:
+    def draw(self, tokens, last, heads, t, sampling):
+        """Append tokens, and draw after each of the last ones -> ids (last, heads).  For last = 2 and heads = 3 they
+        are for these positions of the text:
 
                                         head 0   head 1   head 2
             after the last token but 1  t        t + 1    t + 2
             after the last token        t + 1    t + 2    t + 3"""
-        logits = self._read([tokens], rows, heads)
-        positions = np.arange(t, t + rows)[:, None] + np.arange(heads)                  # (rows, heads)
-        return sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(rows, heads)
+        logits = self._read([tokens], last, heads)
+        positions = np.arange(t, t + last)[:, None] + np.arange(heads)                  # (last, heads)
+        return sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(last, heads)
 
     def draw_rows(self, windows, grown, t, sampling):
         """Draw the next token of each of B texts, all at once -> ids (B,), for positions t (B,) of the texts.
@@ -1072,7 +1074,7 @@ def window_start(n, context):
     """Where the window of a text of n tokens starts: at 0 while the text fits.  Each time the window is full, its
     last half is kept and read anew from position 0.  For a context of 128: n = 128 -> 0, 129 -> 64, 192 -> 64,
     193 -> 128.  A pure function of n, so cached decoding and recomputation from scratch see the same window."""
-    stride = context - context // 2
+    stride = context - context // 2                 # tokens by which a full window moves on
     # n - context tokens are too many: rounded up to whole strides
     return max(0, n - context + stride - 1) // stride * stride
 
@@ -1082,10 +1084,10 @@ def gumbel(seed, t, ids):
     (seed, position, id), so it can be computed in any order, by every head, and by a GPU.  seed: an integer below 2^64,
     or one for each row.
 
-    It is made of the 64 bits hash(hash(seed, t), id), where hash(z, n) is output n of the generator splitmix64 (Steele,
-    Lea & Flood 2014) with the seed z: z + (n+1) gamma, then two multiplications that mix its bits.  52 of these bits
-    make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.  -log(-log u) has the
-    Gumbel distribution."""
+    From 64 bits z, at first the seed, the loop makes others twice: with n = t, then with n = id.  They are output n of
+    the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: z + (n+1) gamma, mixed by two multiplications.
+    52 of the last bits make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.
+    -log(-log u) has the Gumbel distribution."""
     z = np.array(seed, np.uint64).reshape(-1, 1)
     for n in (np.reshape(t, (-1, 1)), ids):
         z = z + (n.astype(np.uint64) + 1) * 0x9e3779b97f4a7c15          # gamma; all of this is modulo 2^64
@@ -1119,7 +1121,8 @@ def sample(logits, t, sampling):
     log_p = (z - z.max(axis=1, keepdims=True)) / sampling.temperature                   # up to a constant
     if sampling.top_p < 1:
         sums = np.cumsum(np.exp(log_p), axis=1)
-        log_p[:, 1:][sums[:, :-1] >= sampling.top_p * sums[:, -1:]] = -np.inf           # the first one always stays
+        # an id goes if the sum of those before it has reached top_p; so the first one always stays
+        log_p[:, 1:][sums[:, :-1] >= sampling.top_p * sums[:, -1:]] = -np.inf
     best = np.argmax(log_p + gumbel(sampling.seed, t, ids), axis=1)                     # (n,)
     return np.broadcast_to(ids, log_p.shape)[np.arange(len(best)), best]
 
@@ -1204,10 +1207,12 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
 def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=sys.maxsize,
              speculate=None):
     """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that is in
-    `stop`, or after `most` ids.  The text is a function of the model, the tokens and the seed (None: a new one).
-    vocab: only ids below it are drawn (a tokenizer may have fewer tokens than the model has rows).
+    `stop`, or after `most` ids.  The text is a function of the model, the tokens and the seed (None: a new one), up to
+    rounding (see below).  vocab: only ids below it are drawn (a tokenizer may have fewer tokens than the model has
+    rows).
 
-    model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.
+    model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.  Then NumPy's
+    products have fewer rows, and are rounded differently, so that rarely another token is drawn.
 
     speculate: True: with all K heads; False: with head 0 alone; None: with model.draft_heads drafts.  On the CPU the
     text is that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows."""
@@ -1229,14 +1234,16 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            # NumPy rounds a product differently for another number of rows.  So a new window is read without drafts, as
-            # it is without speculation.  Drafts that do not fit the context are dropped, too.
+            # Mostly one token is unread, the one that was drawn last.  There are more at the beginning and when the
+            # window moves.  They are read without drafts, so that a product has as many rows as it has without
+            # speculation, and the same rounding.  Drafts that do not fit the context are dropped, too.
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        # The drafts that head 0 drew as well are accepted, but no more of them than there is room for: - 1, because the
-        # token that head 0 draws after them needs a place, too.
-        accepted = common_length(drafts[:end - len(text) - 1], drawn)
+        # The drafts that head 0 drew as well are accepted, but no more of them than there is room for beside the token
+        # that head 0 draws after them.
+        room = end - len(text) - 1
+        accepted = common_length(drafts[:room], drawn)
         decoder.truncate(len(window) + accepted)    # the drafts that were not accepted are forgotten
         for token in drawn[:accepted + 1]:
             if token in stop:
@@ -1412,7 +1419,7 @@ def main(argv):
           f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
     for name, array in [*vars(layers[0]).items(), ("logits", logits)]:
         print(f"   {name:12} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
-    print("   (n1 and n2 are not quite 1, because norm_eps counts beside an x as small as 0.02.)\n\n"
+    print("   (n1 and n2 are not quite 1: norm_eps, 1e-5, is not small beside the mean square of x, 4e-4.)\n\n"
           f"3. The first loss of head 0: {losses[0]:.4f}.  A guess that gives every token the same probability has "
           f"ln V = {math.log(config.vocab):.4f}")
 

@@ -52,15 +52,15 @@ Three precisions.  A number in 32, 19 or 16 bits, each letter a bit: s sign, e e
     bf16    s eeeeeeee mmmmmmm                     activations, and a copy of the weights that the matmuls read
 
 A leading 1 of the mantissa is not stored, so numbers have 24, 11 or 8 significant bits.
-The weights themselves ("master" weights), gradients and moments are always fp32, because an update is often smaller
-than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and losses are fp32 in each.
+The weights themselves ("master" weights), their gradients and moments are always fp32, because an update is often
+smaller than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and losses are fp32 in each.
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step waits for
 a result, and the work memory was allocated before.  What one kernel writes and the next one reads is the traffic that
 costs time, so neighbouring functions are fused (kernels.cu).
 
 What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  The file can be imported where
-there is no CuPy or no GPU; pick and Model then say in one sentence what is missing.
+there is no CuPy or no GPU; pick and Model then say what is missing.
 """
 import collections
 import dataclasses
@@ -92,13 +92,14 @@ PRECISIONS = ("bf16", "tf32", "fp32")
 NORM_BLOCKS = 1056          # of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
 MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
-RECORD_AT = 3               # the third use of a batch's shape, or of a number of tokens to decode, is recorded as a
-                            # CUDA graph, and replayed from then on
+RECORD_AT = 3               # the third call with the same shape, (B, T) or in decoding (tokens, heads), is recorded as
+                            # a CUDA graph, which is replayed from then on
 SHAPES = 32                 # when graphs of more shapes than these are kept, all are thrown away
 FEW_ROWS = 8                # up to 8 tokens (or K, if that is more) are read by the kernels of decoding
 GROUP_ROWS = 4              # 4 of them share one reading of the weights; the same in kernels.cu
 RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
-HOPPER = True               # False: every GPU runs what a GeForce RTX 30 or 40 runs, to test and to time that
+HOPPER = True               # False: every GPU runs what a GeForce RTX 30 or 40 runs, to test and to time that: no
+                            # wgmma, no early launches, attention's tiles for 100 KB of shared memory
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -126,8 +127,8 @@ def pick(device):
 
 
 def take_gpu(number):
-    """From here on this process computes on the GPU with this number on its host, or on the only one.  (In training
-    two processes that take the same one are refused by Nccl.)"""
+    """From here on this process computes on the GPU with this number on its host, counted round and round: of two GPUs
+    number 2 is the first again.  (In training two processes that take the same one are refused by Nccl.)"""
     cupy.cuda.Device(number % cupy.cuda.runtime.getDeviceCount()).use()
 
 
@@ -142,7 +143,7 @@ def current_stream():
 
 
 def default_precision():
-    """The best that this GPU's tensor cores have."""
+    """bf16 where this GPU's tensor cores have that, else fp32."""
     return "bf16" if capability() >= 80 else "fp32"
 
 
@@ -300,8 +301,9 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
 # ------------------------------------------------------------------------------------------------------------
 # 3. The layers, each as a pair forward/backward
 # ------------------------------------------------------------------------------------------------------------
-# The contract of model_cpu: outputs first (but block_forward and block_backward begin with the weights); gradients of
-# activations are written, those of weights added to.  rmsnorm_backward with `add` adds to dx, too.
+# The contract of model_cpu: outputs first (but a whole block's functions begin with the weights, and newton_schulz with
+# its input); gradients of activations are written, those of weights added to.  rmsnorm_backward with `add` adds to dx,
+# too.
 def embedding_forward(gpu, out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
     N, C = out.shape
@@ -410,8 +412,8 @@ def block_forward(gpu, w, saved, shared, before, increment):
 
     The norm that reads x makes the sum at the end of a substep:
 
-        x_in = before + increment                    rmsnorm_forward, in its first line (increment None: x_in is before)
-        x_mid = x_in + increment of substep 1        rmsnorm_forward, in the middle
+        x_in = before + increment                    the first rmsnorm_forward below (increment None: x_in is before)
+        x_mid = x_in + increment of substep 1        the second one
         x = x_mid + increment of substep 2           returned as these two terms, for the next layer's norm
 
     w: this layer's weights by name; saved: this layer's arrays; shared: those of all layers, with B and T.
@@ -505,7 +507,7 @@ def cross_entropy_forward(gpu, losses, nll, logits, inputs, T):
 
 def gradient_norm(gpu, state, partial, grad, muon, clip):
     """Fills state (3,): the norm of the flat gradient; the factor that clips the norm of AdamW's part of it; and the
-    number of updates that have changed nothing, which is all from the first norm on that is not finite.  muon: the
+    number of updates that were skipped: after one norm that is not finite all later ones are.  muon: the
     slice that is Muon's part.  partial (3 SUM_BLOCKS,): scratch."""
     parts = grad[:muon.start], grad[muon.stop:], grad[muon]
     for i, part in enumerate(parts):                # the sum of an empty part is 0
@@ -577,9 +579,9 @@ def allocate(empty, table):
 
 
 class Inputs:
-    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs beside the host.  Before the host
-    writes there again, the last copy must be done: then the GPU has begun the step before, and so has work for as long
-    as the host prepares the next one."""
+    """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs while the host goes on.  Before
+    the host writes there again, `send` waits until the last copy is done.  By then the GPU has just begun the step
+    before.  So it has work while the host prepares the next one."""
 
     def __init__(self, table):
         self.device, self.arrays = allocate(cupy.empty, table)
@@ -600,8 +602,8 @@ class Inputs:
 class Replay:
     """Launches that are the same each time, kernels and arguments.  At their third use they are recorded as a CUDA
     graph (stream capture).  The host then queues all of them in one call.  With a small batch the GPU would wait for
-    the host without that.  What is recorded may not allocate memory, nor wait, nor copy from memory that is not
-    pinned."""
+    the host without that.  What is recorded must not allocate memory, must not wait, and must copy only from
+    pinned memory."""
     calls = 0
     graph = None
 
@@ -625,8 +627,8 @@ class Model:
     tokens for which work memory is reserved now.  Where they do not fit, half of them are tried, and so on; `rows`
     says how many it became.  The memory serves more and shorter rows, too.  Without micro_batch it grows with the
     calls.
-    matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError, in one sentence, where there is
-    no GPU or it is too old; CuPy's OutOfMemoryError where one row does not fit.
+    matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError where there is no GPU or it is
+    too old; CuPy's OutOfMemoryError where one row does not fit.
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
     hand."""
@@ -665,7 +667,7 @@ class Model:
             self.grads = param_views(self.flat_grads, config)
             self.m = cupy.zeros(size, float32)
             self.v = cupy.zeros(moment_count(config, optimizer) - size, float32)
-        # what the matmuls read: a bf16 copy, or the parameters themselves
+        # the matrices that kernels and matmuls read: a bf16 copy, or the parameters themselves
         self.flat_weights = cupy.zeros(size, uint16) if precision == "bf16" else self.flat_params
         self.losses = cupy.zeros(config.predict, float32)
         self.state = cupy.zeros(3, float32)         # see gradient_norm
@@ -788,7 +790,7 @@ class Model:
         c = self.config
         tokens, targets, divisor, weights = check_batch(c, tokens, targets, counted, weights)
         layers, shared = self._buffers(*tokens.shape)
-        flat = tokens.astype(uint16).ravel()        # NumPy sorts these five times as fast as longer numbers
+        flat = tokens.astype(uint16).ravel()        # NumPy sorts these several times as fast: by a radix sort
         order = np.argsort(flat, kind="stable")
         starts = np.searchsorted(flat[order], np.arange(c.vocab + 1))
         self.inputs.send(tokens=tokens, targets=targets, order=order, starts=starts,
@@ -858,8 +860,8 @@ class Model:
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues a text with a KV cache, as model_cpu's Decoder, which also has tokens, position, truncate, forget and
-    checked.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
+    """Continues a text with a KV cache, as model_cpu's Decoder, from which it has tokens, position, truncate, forget
+    and checked.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
 
         up to max(K, FEW_ROWS) tokens of one text       draw, extend, draw_rows:    _draw -> _read_few
         a whole window, from its first token on         draw, draw_rows:            _read_windows -> _read_many
@@ -909,20 +911,20 @@ class Decoder(model_cpu.Decoder):
             logits.append(cupy.asnumpy(self.buffers.logits[:len(few)]))
         return np.concatenate(logits).reshape(-1, c.predict, c.vocab)
 
-    def draw(self, tokens, rows, heads, t, sampling):
-        """Append tokens, a list, and draw after each of the last `rows` of them: see model_cpu.  More than max(K,
-        FEW_ROWS) tokens are a prompt, and rows is 1: the whole window is read by _read_many, and its last token once
-        more by _draw.  Fewer tokens are not checked, because the GPU would wait for that at each token."""
+    def draw(self, tokens, last, heads, t, sampling):
+        """Append tokens, a list, and draw after each of the last ones: see model_cpu.  More than max(K, FEW_ROWS)
+        tokens are a prompt, and last is 1: the whole window is read by _read_many, and its last token once
+        more by _draw.  Only prompts are checked, because the GPU would wait for that at each token."""
         n = len(tokens)
         end = self.position + n
         if n > self.most_rows:
             self._read_windows([self.tokens + tokens])
             n = 1
-        # times: t + rows - 1 for the last of the n tokens, one less for the token before it, and so on
+        # times: t + last - 1 for the last of the n tokens, one less for the token before it, and so on
         lengths = np.arange(end - n, end)
-        ids = self._draw(tokens[-n:], lengths, lengths + t + rows - end, heads, sampling)
+        ids = self._draw(tokens[-n:], lengths, lengths + t + last - end, heads, sampling)
         self.tokens += tokens
-        return ids[-rows:]
+        return ids[-last:]
 
     def draw_rows(self, windows, grown, t, sampling):
         """Draw the next token of each of B texts -> ids (B,): see model_cpu."""
@@ -1111,9 +1113,10 @@ def muon_tables(config, real):
         n = len(starts) * config.layers
         square = n, min(shape), min(shape)
         table = typed(real,
-                      X=(n, *shape),                # momentum, which Newton-Schulz makes orthogonal
+                      X=(n, *shape),                # u / |u|, which Newton-Schulz makes orthogonal
                       Y=(n, *shape),                # alternates with X, and has the result
-                      A=square,                     # X X^T
+                      A=square,                     # X X^T, or X^T X where X is tall
                       B=square)                     # a polynomial of A
-        table += typed(float32, squares=(n, MATRIX_BLOCKS))         # partial sums of X's squared length
+        # partial sums of the squared length of u, which X has before its division by |u|
+        table += typed(float32, squares=(n, MATRIX_BLOCKS))
         yield starts, table

@@ -26,8 +26,8 @@ w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 d
 
 What it does not do, for those who know other methods: no value network, no clipped ratio (PPO), no division by the
 standard deviation of a group (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no
-learned reward model.  Only head 0 learns, because the answers are drawn by head 0.  The matrices of the further heads,
-which draft, get no gradient.  Decay would only shrink them: so there is none.
+learned reward model.  Only head 0 has a loss, because it draws the answers: from it head 0 and all layers learn.  The
+matrices of the further heads, which draft, get no gradient.  Decay would only shrink them: so there is none.
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -179,7 +179,7 @@ def reinforce_job(training, reward):
     to_learn = list(dict.fromkeys(map(sft.opening, conversations)))
     held_out = list(dict.fromkeys(map(sft.opening, unseen)))[:HELD_OUT]
     print(f"{training.out}: {len(to_learn):,} prompts, {len(held_out):,} more held out; {GROUP} answers to each.\n"
-          "loss: of a step's answers, times their weights; it may rise: look at reward\n"
+          "loss: mean of weight x (-log p) in a step; it may rise, so look at reward\n"
           "reward: the mean reward of the answers to held-out prompts\n"
           "kl: how far the model is from the base on these answers, in nats a token\n"
           "forgotten: nats a token of the true answers; it rises as the model forgets them")
@@ -245,11 +245,11 @@ def read_pairs(tokenizer, settings, T):
         parts.append([rows for rows in both if not np.array_equal(rows[0][0], rows[1][0])])
     to_learn, held_out = parts
     require(to_learn and held_out, "each pair needs two answers that differ within the context.")
-    # A pair counts as two rows that are as long as the longer one: so half the tokens are planned, with one row a pair.
+    # plan_epoch plans pairs here, each by its longer row.  A pair has two rows, so it gets half the tokens of a batch.
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
-    # the lengths of all rows: cut to the window, and in a window so large that nothing is cut
+    # How many rows are cut?  The lengths of all of them, in this window, and in one so large that nothing is cut
     lengths = [[len(ids) for pair in pairs for ids, _ in pair_rows(tokenizer, pair, window)]
                for window in (T, 1 << 20)]
     return batches, sum(held_out, []), (
@@ -276,7 +276,7 @@ def dpo_job(training):
     examples = [("chosen", tokenizer.decode(ids[mask])), ("rejected", tokenizer.decode(other_ids[other_mask]))]
     prompts = {"the model says": ids[~mask].tolist()}
     print(f"{training.out}: {counts}\n"
-          "loss: of a step's answers, times their weights; it may rise: look at dpo\n"
+          "loss: mean of weight x (-log p) in a step; it may rise, so look at dpo\n"
           "dpo: the loss of the held-out pairs\n"
           "accuracy: the share of them with z > 0 (z = 0, as at first, counts half)\n"
           "margin: their mean z, by how much more the chosen answer has gained\n"

@@ -606,8 +606,8 @@ class Ranks:
 
 def run_ranks(run):
     """-> run(ranks), where ranks are the processes that mpiexec or srun has started, or this process alone.  A rank
-    that fails prints its error and ends all ranks.  The others than rank 0 wait for a second before they print: so if
-    all fail alike, only rank 0 prints."""
+    that fails prints its error and ends all ranks.  All ranks but 0 wait for a second before they print: so if all fail
+    alike, only rank 0 prints."""
     if not any(int(os.environ.get(name, 1)) > 1 for name in RANK_COUNTS):
         return run(Ranks())
     try:

@@ -169,9 +169,9 @@ def find_data(preset, base):
     they are the records that go with this text (of a play: a speech and the next one; script.find_records); if it was
     fine-tuned on records, they are these records.
 
-    A base that was made by somebody else must not choose which files are read here.  So the files that its record
-    names are read only if they have the fingerprint that the record gives: a stranger can name only files whose
-    content he knows already.  (Else his folder could make a model learn a private file, which it would then tell.)"""
+    The record of a base names the files.  They are read only if their fingerprint is the one in the record.  So the
+    folder of a stranger cannot name a private file of yours, which the model would learn and then tell: he would have
+    to know its content."""
     instructions = sorted(glob.glob("data/instructions*.json"))
     if preset != "small" and instructions:
         return instructions
@@ -205,7 +205,7 @@ def read_base(options, suffix=""):
     """-> (folder of the base, its preset, Config, Tokenizer, the files to learn from).  A base that answers already
     keeps its template.  Any other base gets our template if it has our tokens, or ChatML if it has ChatML's."""
     folder = base_of(options, suffix)
-    preset = checkpoint.preset_of(folder)
+    preset = options.get("preset", checkpoint.preset_of(folder))
     tokenizer = checkpoint.read_tokenizer(folder)
     if not tokenizer.template:
         is_ours = END_OF_TURN in tokenizer.special

@@ -20,7 +20,8 @@ Sections: 1 the idea; 2 words; 3 learning, fast; 4 encoding, fast; 5 the Tokeniz
 7 conversations (optional); 8 tokenizer.json (optional); 9 the command line.
 
 What it does not do: it splits a text into words only as GPT-2 and SmolLM do (section 2), and has at most 65,536 tokens
-(an id takes 16 bits).  It does not normalize, pad or truncate a text, and it gives no offsets.
+(an id takes 16 bits).  `encode` does not normalize, pad or truncate a text, and it gives no offsets.  (Only `prompt`
+shortens a text: a question that is too long for the model.)
 """
 import json
 import os
@@ -121,15 +122,6 @@ def encode_word_plain(word, merges):
 
 # In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s also takes the separators \x1c to \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-# BMP, ALL and PART are for speed alone; a reader may skip them.
-# Up to which code point a pattern knows letters and numbers: BMP leaves out emoji and rare scripts, ALL has them.
-# `re` has a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  A pattern
-# with all ranges takes four times as long, so it is used only where a text has such characters.
-BMP = 0xFFFF
-ALL = 0x10FFFF
-# split_words cuts a text into parts of about 4096 characters: then only those with an emoji take the slow pattern.  A
-# part ends before white space that follows something else, because a new word always begins there.
-PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
 @cache
@@ -151,14 +143,25 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # (?![^...]) asks that one of these characters follows, or the end of the text: then all spaces are one word.
-    # Otherwise the last space is left for the next word.
+    # (?![^xy]) says that what follows is no character other than x and y: it is an x, a y, or the end of the text.
+    # Then all spaces are one word.  Otherwise the last space is left for the next word.
     no_space_before = SPACE
     if digits:
         numbers = f"[{number}]"
         no_space_before += number
     return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+|{numbers}| ?[^{SPACE}{letter}{number}]+"
                       f"|[{SPACE}]+(?![^{no_space_before}])|[{SPACE}]+")
+
+
+# The next three lines are for speed alone.  Up to which code point does a pattern know letters and numbers?  BMP leaves
+# out emoji and rare scripts, ALL has them.  `re` has a table for the characters up to U+FFFF.  It compares those beyond
+# with one range after the other.  So a pattern with all ranges takes four times as long, and is used only where a text
+# has such characters.
+BMP = 0xFFFF
+ALL = 0x10FFFF
+# split_words cuts a text into parts of 4096 characters or more: then only those with an emoji take the slow pattern.  A
+# part ends before white space that follows something else, because a new word always begins there.
+PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
 def split_words(text, digits=False):
@@ -170,9 +173,10 @@ def split_words(text, digits=False):
         yield word_pattern(limit, digits).findall(part)
 
 
-# A file may hold bytes that are not UTF-8.  `to_str` makes each of them a lone surrogate, U+DC80 to U+DCFF
-# (surrogateescape), and `to_bytes` turns it back.  If the text is a str that itself holds a lone surrogate, `to_str`
-# first makes it the three bytes that UTF-8 would give it (surrogatepass).
+# A file may hold bytes that are not UTF-8.  `to_str` makes each of them a lone surrogate, U+DC80 to U+DCFF, and
+# `to_bytes` turns it back (surrogateescape): the byte FF becomes U+DCFF, and this becomes FF again.
+# A str may itself hold a lone surrogate, such as U+DCFF.  Its bytes in UTF-8 would be ED B3 BF (surrogatepass), and it
+# is treated like a file with these three bytes.
 def to_str(text):
     """str or bytes -> a str from which `to_bytes` makes the same bytes, whatever they are."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -194,11 +198,12 @@ def count_words(texts):
 
 def learn_merges(words, most_merges):
     """What `learn_merges_plain` does, faster.  All words stand in one long row of ids, each word once, with its count
-    as a weight.  Each pair knows its positions in the row.  So a merge visits only these, and corrects the counts of
-    the pairs beside them.  A heap gives the most frequent pair.
+    as a weight.  Each pair knows the positions where it has stood.  So a merge visits only these, skips those where the
+    pair is gone, and corrects the counts of the pairs beside the others.  A heap gives the most frequent pair.
 
-    Why it is fast: wherever two ids merge, one leaves the row.  So all merges together visit fewer places than the row
-    has bytes.  Each place costs a few steps, and at most two new entries of the heap."""
+    Why it is fast: a position is put down once for each byte at the beginning, and twice wherever two ids merge.  Each
+    such place takes an id out of the row.  So all merges together visit fewer than three positions a byte, and a visit
+    costs a few steps and at most two new entries of the heap."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -224,8 +229,9 @@ def learn_merges(words, most_merges):
     while heap and -heap[0][0] > 1 and len(merges) < most_merges:
         minus_times, pair = heappop(heap)
         if -minus_times != counts[pair]:
-            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (The count of a
-            # pair that is there can only fall, because every new pair holds a new id.)  Push the true count, and go on.
+            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (An older pair
+            # never gains: all that a merge makes holds the new id, so it is another pair.)  Push the true count, and go
+            # on.
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -457,7 +463,8 @@ class Tokenizer:
         with replace_file(out) as file:
             for part in parts:
                 last = boundary
-                # zip asks `part` first.  At its end it takes no result any more: that would be one of the next file
+                # The order matters: zip asks `part` first.  When that ends, zip takes no further result, which would
+                # belong to the next file
                 for _, ids in zip(part, results):
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
@@ -585,8 +592,8 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------------------
 # 6. Large files: documents, chunks
 # ------------------------------------------------------------------------------------------------------------
-# A line that holds only <|endoftext|>: ^<\|endoftext\|>\r?$.  `re` is much faster if a pattern begins with plain bytes.
-# So this one looks for the name first, and then (?<=^...) looks back whether it began a line.
+# A line that holds only <|endoftext|> is ^<\|endoftext\|>\r?$.  `re` is much faster if a pattern begins with plain
+# bytes.  So this one finds the name, and then looks back, (?<=^...), whether the name began a line.
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
 # one separator or several, and the line ends behind each
 SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)
@@ -625,6 +632,7 @@ def find_cut(window):
     cut = re.search(f"[^{SPACE}>](?=[{SPACE}])"
                     r"|\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text)
     place = cut.end() if cut else len(text) // 2
+    # counted from the end, because the beginning may have lost a part of a character
     return len(window) - len(to_bytes(text[place:]))
 
 

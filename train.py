@@ -89,19 +89,19 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 # n_k is the number of terms of this sum in the whole step, so every learned token weighs the same.  A target of -1
 # means that there is no term.  In the example each head has two terms, for "Yo" and <|end|>.
 def make_batch(rows, T, K):
-    """Rows -> inputs (B,P) and targets (B,P+K-1); head k reads targets[:, k:k+P].
+    """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
-    P is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
+    W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
     lengths occur: a GPU prepares each of them once.)  Shorter rows are padded on the right, with
     targets of -1: attention is causal, so no earlier position sees the padding.
 
     A row has at most T + K ids.  The model reads the first T.  The next one is the last target of head 0.  The other
     K - 1 are targets of the further heads alone."""
-    P = max(padded_lengths(rows, T))
-    inputs = np.zeros((len(rows), P), np.int64)
-    targets = np.full((len(rows), P + K - 1), -1)
+    W = max(padded_lengths(rows, T))
+    inputs = np.zeros((len(rows), W), np.int64)
+    targets = np.full((len(rows), W + K - 1), -1)
     for b, (ids, mask) in enumerate(rows):
-        read = ids[:-1][:P]
+        read = ids[:-1][:W]
         inputs[b, :len(read)] = read
         places = np.flatnonzero(mask[1:])
         targets[b, places] = ids[1:][places]
@@ -215,8 +215,9 @@ def train(training, job, stop):
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, training.note, model.later(losses, norm)))
 
-            # On a CPU the losses are read after every step.  To read them from a GPU the host must wait for it: so it
-            # reads them at every tenth step, before a save, and before a stop.
+            # The step is done.  Now and then its numbers are read and shown, the run is saved, or it stops.  On a CPU
+            # the numbers are read after every step.  To read them from a GPU the host must wait for it: so it reads
+            # them at every tenth step, before a save, and before a stop.
             saving = evaluating or step % settings.save_every == 0
             pause = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
             if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
@@ -254,9 +255,9 @@ def forward_backward(training, rows, weights):
     T, K = training.sizes
     model = training.model
     ranks = training.ranks
-    inputs, targets = make_batch(rows, T, K)                                            # (B,P), (B,P+K-1)
-    P = inputs.shape[1]
-    counted = count_targets(targets, P, K)
+    inputs, targets = make_batch(rows, T, K)                                            # (B,W), (B,W+K-1)
+    W = inputs.shape[1]
+    counted = count_targets(targets, W, K)
     training.state["tokens"] += inputs.size         # with the padding
     own = ranks.part(len(rows))
     if own.start == own.stop:
@@ -264,7 +265,7 @@ def forward_backward(training, rows, weights):
         # to take part in the sums over all ranks.
         own = slice(0, 1)
         targets[...] = -1
-    size = max(1, training.settings.micro_batch * T // P)           # rows of P inputs
+    size = max(1, training.settings.micro_batch * T // W)           # rows of W inputs
     losses = 0.0
     for start in range(own.start, own.stop, size):
         part = slice(start, min(start + size, own.stop))
@@ -420,7 +421,7 @@ DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
-# Four epochs take big ten minutes.  After eight its loss is 0.02 lower, with decay 0.5 it is 0.05 lower
+# Four epochs take big ten minutes.  After eight its loss is 0.02 lower, or 0.05 lower if decay is 0.5, too
 # (docs/results.md).  Small gains nothing by a ninth reading of a text of 0.3 MB.
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
@@ -454,7 +455,7 @@ class Settings:
     micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
     optimizer: str = setting(OPTIMIZERS, "muon for the layers' matrices, adamw for all (rl.py's default)", "muon")
-    decay: float = setting(bounded(float, 0, 0.999), "of matrices (train.py 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
+    decay: float = setting(bounded(float, 0, 10), "of matrices (train.py 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
     momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; train.py small 0.9)", 0.95)
     final_lr: float = setting(bounded(float, 0, 1), "share of --lr at the end (default 0.1; train.py big 0)", 0.1)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
@@ -570,7 +571,7 @@ def go(script, options, out, begin, make_job):
     make_job(training) gives the Job of the run that was opened.  What is called, in this order:
 
         begin           make_settings (choose_machine), create_run (save_run)       not with --resume
-        open_run        apply_options, load_model
+        open_run        apply_options, load_model: here the model that trains is made
         make_job
         train           job.batch, forward_backward, report, save_run, job.evaluate"""
     def run(ranks):
@@ -748,10 +749,10 @@ def pretraining(training):
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     # the weights are an average over the last 1 / (lr * decay) steps (model_cpu.py, beside AdamW)
-    memory = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
+    epochs = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; by decay the weights remember {memory:,.3g} epochs.\n"
+          f"{len(tokens):,} tokens to train on; decay averages the steps of the last {epochs:,.3g} epochs.\n"
           "val_loss: nats a token of the held-out text; val_bpb: bits a byte.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads

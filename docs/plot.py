@@ -13,11 +13,12 @@ sys.path[0] += "/.."                                # from docs/ to the folder a
 try:
     from matplotlib import pyplot
 except ImportError:
-    sys.exit("error: matplotlib is missing: pip install matplotlib")
+    print("error: matplotlib is missing: pip install matplotlib")
+    sys.exit(2)
 import checkpoint
 import model_cpu
 import numpy as np
-from script import visible
+from script import require, run_script, visible
 
 
 def losses(folders):
@@ -50,19 +51,18 @@ def attention(model, ids, tokens):
             pyplot.yticks(range(len(P)), tokens[ids[0]])
 
 
-def main():
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    _, picture, folder, *others = sys.argv
+def main(argv):
+    require(len(argv) > 1, "name a picture (losses, lens or attention) and a folder.")
+    picture, folder, *others = argv
     if picture == "losses":
         losses([folder, *others])
     else:
         model, tokenizer = checkpoint.load(folder, model_cpu)
-        tokens = map(visible, tokenizer.tokens)
-        globals()[picture](model, np.array([tokenizer.encode(*others)]), np.array([*tokens]))
+        tokens = np.array([*map(visible, tokenizer.tokens)])
+        globals()[picture](model, np.array([tokenizer.encode(*others)]), tokens)
     pyplot.savefig(f"{picture}.png", bbox_inches="tight")
     print(f"Wrote {picture}.png")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 REFUSED = {
     "train.py --lr nan": "--lr: must be a number from 1e-09 to 100, not 'nan'",
-    "train.py --decay 1": "--decay: must be",
+    "train.py --decay 11": "--decay: must be",
     "train.py --steps 1.5": "--steps: must be a whole number from 1 to 1,000,000,000, not '1.5'",
     "train.py --data none": "Cannot use none: No such file or directory.",
     "train.py --data empty": "empty is empty, or almost",
