@@ -34,7 +34,7 @@ import re
 import shutil
 import sys
 from contextlib import suppress
-from os.path import basename, exists, join, realpath, split
+from os.path import basename, exists, isfile, join, realpath, split
 from zlib import crc32
 
 import model_cpu            # first: it says what to do where NumPy is missing
@@ -364,6 +364,7 @@ def lock_folder(out):
     folder = realpath(out)
     require(not f"{os.getcwd()}/".startswith(f"{folder}/"),
             f"--out {out} is the current folder, or one around it: name another.")
+    require(not isfile(folder), f"--out {out} is a file: name a folder.")
     parent, name = split(folder)
     path = f"{parent}/.{name}.lock"
     os.makedirs(parent, exist_ok=True)

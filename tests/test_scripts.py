@@ -61,6 +61,7 @@ REFUSED = {
     "train.py --data data/tiny.txt": "./fetch_data.sh tiny brings it.",
     "train.py text": "A text is named by --data, a model to begin with by --base",
     "train.py --out=": "--out . is the current folder",
+    "train.py --out text": "--out text is a file",
     "train.py --seed=--": "--seed=-- has no value",
     "train.py --evaluate m --data long.jsonl": "long.jsonl, record 1, cannot be used (a sentence must have 1 to",
     f"train.py --data short {TINY}": "the corpus is too short: 27 tokens",
