@@ -892,7 +892,7 @@ class Model:
     def backward(self, last=True):
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.  Call it once
         after a forward: it overwrites what the forward has kept.  last: this is the step's last micro-batch, after
-        which the gradients of several processes are added up."""
+        which the gradients of several processes are added up (Ranks.all_reduce; script.py, section 5, says why)."""
         require(self.pending, "backward needs a forward of its own, and between them neither logits nor update.")
         list(self.map(self._backward_share, self.pending))
         for workspace in self.pending[1:]:          # in order, so that the sum is the same in every run

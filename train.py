@@ -251,7 +251,7 @@ def train(training, job, stop):
 def forward_backward(training, rows, weights):
     """Add up the gradient of a step, micro-batch by micro-batch -> the losses (K,).  A micro-batch has at most
     micro_batch * T tokens, so it takes more rows if they are shorter.  Where there are several ranks, each takes a part
-    of the rows."""
+    of the rows, and the last backward adds up the gradients of all ranks (script.py, section 5)."""
     T, K = training.sizes
     model = training.model
     ranks = training.ranks
