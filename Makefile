@@ -1,6 +1,7 @@
 # Makefile: `make help` says what there is.  Everything that it makes lies in this folder, in .venv, data, out,
 # .pytest_cache and __pycache__, all of them ignored by git.  Only pip, CuPy, matplotlib and PyTorch keep their caches
-# where they always do.  Works with GNU make 3.81 and later.
+# where they always do, and the tests keep what they compile for the CPU in the folder for temporary files.  Works with
+# GNU make 3.81 and later.
 
 VENV = .venv
 RUN  = $(VENV)/bin/python

@@ -124,7 +124,7 @@ COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
     among all tokens.  The text is read once more for that.  (Of a text longer than the window only the last window is
-    printed.  Its first half was drawn with more text before it than is read here.)"""
+    printed.  The first half of that window was drawn with more text before it than is read here.)"""
     if not session.turns or not session.turns[-1][1]:
         return                      # there is no answer yet
     _, answer = session.turns[-1]
@@ -155,7 +155,7 @@ def print_lens(model, tokenizer, text):
 # ------------------------------------------------------------------------------------------------------------
 # These options are commands, too, during a session: /seed 1
 NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)}
-HELP = ("An empty line lets the model write on, unless it has finished its answer.\n"
+HELP = ("An empty line lets the model write on (a fine-tuned one: unless it has finished its answer).\n"
         "Put a space before a text that begins with a slash.\n"
         "/reset          forget the conversation\n"
         "/system TEXT    forget the conversation; a fine-tuned model reads this text before the next question\n"

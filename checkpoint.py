@@ -105,7 +105,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        # A file of ours has both names.  If a byte is damaged, one of them is still there
+        # A file of ours has both keys.  One damaged byte can spoil only one of them
         if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:

@@ -27,8 +27,8 @@ all 4,944 entries:
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
     three points    1.3e-09   1.6e-09   1.6e-07   6.5e-07   1.6e-05
 
-Why float64?  float32 rounds f at 1e-7, and the best h (0.01) then gives 2e-4 on this model.  A wrong term of
-that size, such as RMSNorm's eps in the wrong place, would pass.  The formulas are the same in either precision.  So
+Why float64?  float32 rounds f at 1e-7, and the best h (0.01) then gives about 1e-4 on this model.  A smaller wrong
+term, such as RMSNorm's eps in the wrong place (1.2e-5), would pass.  The formulas are the same in either precision.  So
 what is proven in float64 holds in float32, where training runs, up to rounding.
 The error |by hand - numeric| of an entry is divided by the largest gradient of its tensor.  Why is it not divided by
 the entry?  The difference quotient has about the same rounding error for every entry.  So an entry that happens to be
@@ -86,7 +86,7 @@ FORWARD_BAR = 1e-12      # of the forward's distance from forward_plain and plai
 
 
 def slope(loss, weight, index, h):
-    """d loss() / d weight[index], by the formula above."""
+    """d loss() / d weight[index], by the formula above.  weight: a view of the weights that loss() reads."""
     centre = weight[index]
     total = 0.0
     for shift, factor in (-2, 1), (-1, -8), (1, 8), (2, -1):
@@ -212,8 +212,8 @@ def forward_error(model, tokens, targets):
 # puts in `return;`, what is left of the function behind it is not run.)
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
-    # First the bugs that leave the forward as it is.  (micro_divisor changes that of a micro-batch, but not that of a
-    # whole batch.)  Only the slopes can show them.
+    # First the bugs that leave the forward as it is.  (micro_divisor changes it only where a batch is cut into
+    # micro-batches.)  Only the slopes can show them.
     "rope_sign": ("rope_backward: -sin -> sin",
         "The backward turns the gradient by the same angle again, instead of back."),
     "group_not_summed": ("attention_backward: .sum(axis=2, keepdims=True) -> [:, :, -1:]",
@@ -327,7 +327,8 @@ def report_damage(replacements, every=17):
     if not same_forward:
         print(f"    the forward: {error:.1e} from the plain ones")
     errors = [f"{name}={wrong[name]:.1e}" for name in BACKWARD if name in wrong]
-    print(f"    wrong, {len(wrong)} of {len(BACKWARD)} tensors: {', '.join(errors)}")
+    print(f"    wrong, {len(wrong)} of {len(BACKWARD)} tensors: "
+          f"{', '.join(errors) or 'the backward fits the changed forward'}")
     print(f"    right: {', '.join(name for name in BACKWARD if name not in wrong) or 'none'}")
     return True
 
@@ -352,7 +353,8 @@ def run_breaks(names):
 # rounding.  But the reference's gradients are proven by now, so the GPU's are compared with them, tensor by tensor.
 # ------------------------------------------------------------------------------------------------------------
 GPU_CONFIG = dataclasses.replace(CONFIGS["big"], layers=4)
-# precision -> (bar of the logits and of the whole gradient, bar of the losses).  That of one tensor is twice the first
+# precision -> (bar of the logits and of the whole gradient, bar of the losses).  The gradient of a single tensor may be
+# off by twice the first bar
 GPU_BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
 
 

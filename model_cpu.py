@@ -72,7 +72,7 @@ class Config:
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # what the model can read; None: the context.  A model of others can read more
+    positions: int = None       # only for config.json: the largest T of a base, of which we may read less (--context)
 
     def __post_init__(self):
         if self.hidden is None:
@@ -390,8 +390,8 @@ def causal_mask(T, J, dtype):
     """(T,J), added to the scores: -inf where a key is later than its query, else 0.  The queries are the last T of J
     tokens.  For example T = 2, J = 4: [0 0 0 -inf], [0 0 0 0].
 
-    The other paths: forward_plain has its own line.  flash_attn.cu compares the positions of query and key: by
-    mask_future in section 2, by lines of their own in sections 0 and 1.  Decoding a few tokens on a GPU, and
+    It is made in attention_forward and, for new tokens, in Decoder._attention.  The other paths: forward_plain has its
+    own line; flash_attn.cu compares the positions of query and key (mask_future).  Decoding a few tokens on a GPU, and
     gradcheck.plain_losses, read only the keys up to the token itself, so they need no mask."""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
@@ -399,7 +399,7 @@ def causal_mask(T, J, dtype):
 def attend(out, P, q, k, v, mask):
     """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Token i takes the share
     P_ij of the value of token j.  The share is large where its query fits the key of j.  (A sum of D products of random
-    signs grows as sqrt(D).  So the scores are divided by it: from large scores a token would take one value alone.)
+    signs grows as sqrt(D).  So the scores are divided by it: with large scores a token would take one value alone.)
     Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
@@ -477,7 +477,7 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    silu = np.multiply(gate, sigmoid, out=dgate)    # in dgate's memory: the last line reads it, then writes dgate
+    silu = np.multiply(gate, sigmoid, out=dgate)    # in dgate's memory, until the last line has used it
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
@@ -583,7 +583,7 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     exp_sum   (N,K)    sum over v of exp(logit - max)
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
-    divisor   (K,)     the number of the head's targets in the whole step, at least 1; inf where a head does not learn
+    divisor   (K,)     the number of the head's targets in the whole step, at least 1; in rl.py inf for further heads
     weights   (N,1)    w, of the rows; or 1
 
     Returns nll (N,K)."""
@@ -624,9 +624,10 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     param_t = (1 - a) param_(t-1) - lr u_t
 #             = (1 - a)^2 param_(t-2) - lr (u_t + (1 - a) u_(t-1))          and so on, down to the initial weights:
 #     param_t = (1 - a)^t param_0 + the sum over s = 1..t of  a (1 - a)^(t-s) (-u_s / decay)        with lr = a / decay
-# The factors a (1 - a)^(t-s) add up to nearly 1.  So the weights are an average of the past steps' directions.  In this
-# average a step loses all but 1/e of its share within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what
-# was measured).  The same holds for Muon.
+# The factors a (1 - a)^(t-s) add up to 1 - (1 - a)^t.  (The rate changes from step to step, and so does a: with it they
+# add up to 0.98 in the run of big, and to 0.41 in that of small, which keeps much of its initial weights.)  So the
+# weights are an average of the past steps' directions.  In this average a step loses all but 1/e of its share within
+# tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what was measured).  The same holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
     adds to it."""
@@ -653,9 +654,10 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
-# With (a, b, c) = NEWTON_SCHULZ, found by a search for a steep start (Jordan et al. 2024), five rounds bring all s from
-# 0.0016 to 1 into [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a round
-# moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al. 2024).
+# With (a, b, c) = NEWTON_SCHULZ, found by a search for a large slope at 0 (Jordan et al. 2024), five rounds bring all s
+# from 0.0016 to 1 into [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a
+# round moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al.
+# 2024).
 # (In these lines U, S and V are those of the decomposition alone.)
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: the singular vectors of M, and each singular value s / |M| after five rounds
@@ -673,7 +675,7 @@ def newton_schulz(M):
 # The step, with Nesterov's look ahead by one more gradient:
 #
 #     m = momentum m + (1 - momentum) g           running mean of the gradient
-#     u = momentum m + (1 - momentum) g           `ahead`, from the new m: what the next m would be if g came once more
+#     u = momentum m + (1 - momentum) g           `ahead`, with the new m: what the next m would be if g came once more
 #     param -= lr (decay param + 0.2 sqrt(max(rows, columns)) newton_schulz(u))
 #
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
@@ -724,9 +726,10 @@ def layer_matrices(part, config):
 
 
 def update_table(config, optimizer):
-    """[(rule, part, part of v, decayed), ...].  rule: what updates this part of the flat buffers, a slice.  part of v:
-    the slice of v that holds its second moments, which is empty for Muon.  decayed: whether its weights decay: those
-    of matrices do, the gains of norms do not."""
+    """[(rule, part, part of v, decayed), ...].  The second row of small is ("muon", 65536:790528, 65536:65536, True).
+
+    rule: what updates this part of the flat buffers, a slice.  part of v: the slice of v that holds its second moments,
+    which is empty for Muon.  decayed: whether its weights decay: those of matrices do, the gains of norms do not."""
     embedding = config.vocab * config.dim
     heads = 0 if config.tied else config.predict * embedding
     gains = (2 * config.layers + 1) * config.dim
@@ -815,8 +818,8 @@ class Model:
         self.refresh()
 
     def later(self, *arrays):
-        """-> a function that returns these arrays.  On the GPU it first waits until they are computed; so train.py can
-        start the next step before it calls this function."""
+        """-> a function that returns these arrays.  On the GPU they are not computed yet, and that function waits for
+        them.  So train.py can start the next steps before it calls it."""
         return lambda: arrays
 
     def new_decoder(self, rows, length):
@@ -962,10 +965,12 @@ class Model:
 class Decoder:
     """Continues a text with a KV cache: the keys and values of the tokens before are kept, and not computed again.
 
-    texts, length: the number of texts, each with a cache of its own for `length` tokens.  draw_rows draws them all;
-    extend, draw and truncate are for one text.
-    tokens: the list of ids whose keys and values the cache of the first text holds (in draw_rows also the zeros that
-    stand before a short text)."""
+    texts, length: the number of texts, each with a cache of its own for `length` tokens.
+
+    For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.  Who cuts
+    it: generate, by truncate, when another text or window comes or drafts were wrong; Model.refresh, by forget.
+
+    For many texts: draw_rows.  tokens is then that of the first text, with the zeros that stand before a short one."""
 
     def __init__(self, model, texts, length):
         c = self.config = model.config
@@ -1005,7 +1010,7 @@ class Decoder:
         """Append tokens (B,n) -> the logits (B*last,heads,V) after the last so many tokens of each text: the forward of
         training with another attention."""
         tokens = self.checked(tokens)
-        (saved,), shared = self.workspace.buffers(*tokens.shape)
+        (saved,), shared = self.workspace.buffers(*tokens.shape)        # the arrays of one layer, for all layers
         attentions = [partial(self._attention, cache) for cache in self.cache]
         final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)   # (B*n,C)
         self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
@@ -1025,8 +1030,8 @@ class Decoder:
         attend(by_group(out, config), P, q, keys, values, causal_mask(n, end, q.dtype) + self.pads[..., :end])
 
     def draw(self, tokens, last, heads, t, sampling):
-        """Append tokens, and draw after each of the last ones -> ids (last, heads).  For last = 2 and heads = 3 they
-        are for these positions of the text:
+        """Append tokens, and draw after each of the last ones -> ids (last, heads).  t: the position in the text for
+        which head 0 draws first.  For last = 2 and heads = 3 the ids are for these positions:
 
                                         head 0   head 1   head 2
             after the last token but 1  t        t + 1    t + 2
@@ -1086,8 +1091,8 @@ def gumbel(seed, t, ids):
 
     From 64 bits z, at first the seed, the loop makes others twice: with n = t, then with n = id.  They are output n of
     the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: z + (n+1) gamma, mixed by two multiplications.
-    52 of the last bits make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.
-    -log(-log u) has the Gumbel distribution."""
+    The upper 52 bits of the last z make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is exact in float64, and never 0
+    or 1.  -log(-log u) has the Gumbel distribution."""
     z = np.array(seed, np.uint64).reshape(-1, 1)
     for n in (np.reshape(t, (-1, 1)), ids):
         z = z + (n.astype(np.uint64) + 1) * 0x9e3779b97f4a7c15          # gamma; all of this is modulo 2^64
@@ -1122,7 +1127,8 @@ def sample(logits, t, sampling):
     if sampling.top_p < 1:
         sums = np.cumsum(np.exp(log_p), axis=1)
         # an id goes if the sum of those before it has reached top_p; so the first one always stays
-        log_p[:, 1:][sums[:, :-1] >= sampling.top_p * sums[:, -1:]] = -np.inf
+        too_late = sums[:, :-1] >= sampling.top_p * sums[:, -1:]
+        log_p[:, 1:][too_late] = -np.inf
     best = np.argmax(log_p + gumbel(sampling.seed, t, ids), axis=1)                     # (n,)
     return np.broadcast_to(ids, log_p.shape)[np.arange(len(best)), best]
 
@@ -1146,9 +1152,9 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     sampling.seed: (B,), one a prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each token.
 
-    When a window moves, it is read anew, and with it all rows of its batch.  So a prompt whose window moves, or begins
-    behind its first token, is drawn alone.  Where the memory does not hold the caches of a batch, its halves are drawn
-    one after the other.  A single text that does not fit is a MemoryError."""
+    A prompt whose text will not fit the context is drawn alone: each time that its window moves, it is read anew, and
+    with it all others of its batch would be.  Where the memory does not hold the caches of a batch, its halves are
+    drawn one after the other.  A single text that does not fit is a MemoryError."""
     context = model.config.context
     batches = {}                                    # {None: all rows whose window never moves; row: that row alone}
     for row, prompt in enumerate(prompts):

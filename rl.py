@@ -14,6 +14,7 @@ The one line of mathematics.  Let p be the softmax at one position, and y the to
 every method the gradient with respect to the logits is (derived beside cross_entropy_backward in model_cpu.py)
 
     d loss / d logits = w (p - onehot(y)) / N       w: one number for a whole answer; N: the step's learned tokens
+                                                    (DPO divides by its pairs instead: section 4 puts that into w)
 
 Pretraining and fine-tuning have w = 1 for head 0: make the text more probable.  REINFORCE and DPO only choose another
 w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
@@ -78,9 +79,12 @@ def reinforce_weights(rewards):
 
 # DPO (Rafailov et al. 2023).  Of two answers to a prompt one was chosen and one rejected.  The reference is the base,
 # the model with which the run begins.  beta (log pi - log ref) says how much more probable an answer has become since
-# then; DPO takes it as the model's own reward for the answer.  (The paper derives why: the best model under a reward
-# and a limit on the KL has just this log-ratio, up to a constant.)  The chance that the model agrees with the choice is
-# then sigmoid(z) (Bradley & Terry 1952 take it so for the difference of two scores), and the loss is its -log:
+# then; DPO takes it as the model's own reward for the answer.  Why: let r be any reward, and look for the pi with the
+# largest  sum_a pi(a) r(a) - beta KL(pi || ref).  It is
+#     pi(a) = ref(a) exp(r(a) / beta) / Z,   so   r(a) = beta (log pi(a) - log ref(a)) + beta log Z
+# and Z, the number that makes pi a probability, is the same for both answers: it falls out of their difference z.
+# The chance that the model agrees with the choice is then sigmoid(z) (Bradley & Terry 1952 take it so for the
+# difference of two scores), and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
 #     loss = 1/n sum of -log sigmoid(z)                                       over n pairs
 #     d loss / dz = -sigmoid(-z) / n
@@ -197,9 +201,9 @@ def reinforce_job(training, reward):
             print("note: for each held-out prompt all answers have the same reward.\n"
                   "A step learns nothing if this is so for its prompts, too.")
         losses = train.row_losses(training, rows)
-        # Measure the same rows with the base's weights, then put the model's back.  (The base lies in the host's
-        # memory.  A second model on a GPU would take as much of its memory again.)  The mean of log pi - log base over
-        # answers drawn from pi estimates the KL divergence of pi from the base.
+        # Measure the same rows with the base's weights, then put the model's back (write forgets the KV cache).  (The
+        # base lies in the host's memory.  A second model on a GPU would take as much of its memory again.)  The mean of
+        # log pi - log base over answers drawn from pi estimates the KL divergence of pi from the base.
         weights = model.read(model.flat_params).copy()
         model.write(model.flat_params, base.flat_params)
         kl = (train.row_losses(training, rows) - losses).sum() / train.count_learned(rows)
@@ -245,7 +249,7 @@ def read_pairs(tokenizer, settings, T):
         parts.append([rows for rows in both if not np.array_equal(rows[0][0], rows[1][0])])
     to_learn, held_out = parts
     require(to_learn and held_out, "each pair needs two answers that differ within the context.")
-    # plan_epoch plans pairs here, each by its longer row.  A pair has two rows, so it gets half the tokens of a batch.
+    # plan_epoch plans pairs here, each by its longer row.  A pair has two rows: so plan with half of batch_tokens.
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
@@ -316,8 +320,8 @@ def dpo_job(training):
 # 5. The run
 # ------------------------------------------------------------------------------------------------------------
 # Steps (0: until DPO has read all pairs once), tokens a step, learning rate, steps of warmup, steps from one evaluation
-# and save to the next.  REINFORCE takes tokens / context answers a step.  Chosen by short runs; docs/notes.md says what
-# else was tried.
+# and save to the next.  REINFORCE takes tokens / context answers a step (small: 32768 / 128 = 256).  Chosen by short
+# runs; docs/notes.md says what else was tried.
 DEFAULTS = {
     "reinforce": {      # steps, batch_tokens, lr, warmup, every
         "small": (12, 32768, 8e-5, 0, 4),

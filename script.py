@@ -544,7 +544,8 @@ def start_worker(function):
     """Runs first in a worker.  The worker ignores Ctrl-C, which is for its parent, and ends when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
-    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()      # join returns None
+    # join waits for the end of the parent, and returns None: then os._exit is called
+    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
     work.function = function
 
 
@@ -686,8 +687,8 @@ def write_records(path, conversations):
 
 def make_english():
     """Write data/english.txt: 1.5 MB of English that every interpreter carries, the language reference
-    (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each once.
-    A question is the path of a file and the name of a function or class in it, such as random/seed.  Its
+    (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each in one
+    document.  A question is the path of a file and the name of a function or class in it, such as random/seed.  Its
     answer is the first paragraph of the documentation.  Only paragraphs that are too short for the text, or no prose,
     are taken.  So hardly any answer was learned before."""
     from pydoc_data.topics import topics

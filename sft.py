@@ -124,7 +124,7 @@ def fine_tuning_job(training):
     while len(batches) < settings.steps:
         batches += plan_epoch(rows, T, settings.batch_tokens, settings.seed, epochs)
         epochs += 1
-    print(f"{training.out}: {len(rows):,} conversations, {len(held_out):,} more held out; epochs: {epochs}.\n"
+    print(f"{training.out}: {len(rows):,} conversations, {len(held_out):,} more held out; epochs begun: {epochs}.\n"
           "val_loss: nats a token of the held-out answers; val_bpb: bits a byte.")
 
     def batch(step):
@@ -169,9 +169,8 @@ def find_data(preset, base):
     they are the records that go with this text (of a play: a speech and the next one; script.find_records); if it was
     fine-tuned on records, they are these records.
 
-    The record of a base names the files.  They are read only if their fingerprint is the one in the record.  So the
-    folder of a stranger cannot name a private file of yours, which the model would learn and then tell: he would have
-    to know its content."""
+    The record of a base names the files.  A stranger's folder could name a private file of yours, which the model would
+    learn and then tell.  So a file is read only if its fingerprint is in the record: then the stranger knew it."""
     instructions = sorted(glob.glob("data/instructions*.json"))
     if preset != "small" and instructions:
         return instructions

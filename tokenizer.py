@@ -110,7 +110,7 @@ def encode_word_plain(word, merges):
 #
 #     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 #
-# \s+(?!\S) is white space without its last character, if a word follows it:
+# \s+(?!\S) is white space that no word follows.  If a word does follow, `re` gives back the last character:
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " 42", "!"
 #     "a   b"           ->  "a", "  ", " b"           the last space goes to the next word
@@ -143,20 +143,20 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # (?![^xy]) says that what follows is no character other than x and y: it is an x, a y, or the end of the text.
-    # Then all spaces are one word.  Otherwise the last space is left for the next word.
-    no_space_before = SPACE
+    # (?![^xy]): the next character, if there is one, must be x or y.  Where that is so, all spaces are one word.
+    # Otherwise the last space is left for the next word.
+    may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
-        no_space_before += number
+        may_follow += number
     return re.compile(f"'(?:[stmd]|re|ve|ll)| ?[{letter}]+|{numbers}| ?[^{SPACE}{letter}{number}]+"
-                      f"|[{SPACE}]+(?![^{no_space_before}])|[{SPACE}]+")
+                      f"|[{SPACE}]+(?![^{may_follow}])|[{SPACE}]+")
 
 
-# The next three lines are for speed alone.  Up to which code point does a pattern know letters and numbers?  BMP leaves
-# out emoji and rare scripts, ALL has them.  `re` has a table for the characters up to U+FFFF.  It compares those beyond
-# with one range after the other.  So a pattern with all ranges takes four times as long, and is used only where a text
-# has such characters.
+# BMP, ALL and PART change nothing in the result: they are for speed.  Up to which code point does a pattern know
+# letters and numbers?  BMP leaves out emoji and rare scripts, ALL has them.  `re` has a table for the characters up to
+# U+FFFF.  It compares those beyond with one range after the other.  So a pattern with all ranges takes four times as
+# long, and is used only where a text has such characters.
 BMP = 0xFFFF
 ALL = 0x10FFFF
 # split_words cuts a text into parts of 4096 characters or more: then only those with an emoji take the slow pattern.  A
@@ -201,9 +201,9 @@ def learn_merges(words, most_merges):
     as a weight.  Each pair knows the positions where it has stood.  So a merge visits only these, skips those where the
     pair is gone, and corrects the counts of the pairs beside the others.  A heap gives the most frequent pair.
 
-    Why it is fast: a position is put down once for each byte at the beginning, and twice wherever two ids merge.  Each
-    such place takes an id out of the row.  So all merges together visit fewer than three positions a byte, and a visit
-    costs a few steps and at most two new entries of the heap."""
+    Why it is fast: in a row of n bytes n positions are put down at the beginning, and two more wherever two ids merge.
+    There are fewer than n such places, because each takes an id out of the row.  So all merges together visit fewer
+    than 3n positions.  A visit costs a few steps and at most two new entries of the heap."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -400,7 +400,7 @@ class Tokenizer:
 
     def encode(self, text):
         """str or bytes -> list of ids, never a special one.  `decode_bytes` gives the same bytes back, whatever
-        they are."""
+        they are.  (Other people's tokenizers may lack a byte, which is left out then.)"""
         return array("H", self.encoder.pack(text)).tolist()
 
     def decode_bytes(self, ids):
@@ -451,8 +451,9 @@ class Tokenizer:
             two
 
         A line that holds only <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in
-        TEXT_ENDS), and the line ends beside it go.  The last document of each file ends with that id, too.  There are
-        no empty documents.
+        TEXT_ENDS), and the line ends beside it go.  (Not those at the beginning of a part that begins behind a
+        separator, as the held-out part of a file may: see split_point.)  The last document of each file ends with
+        that id, too.  There are no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -509,7 +510,8 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        # about where the text begins; head and text are encoded together, so there need not be a border
+        # About where the text begins: 3 if the ids are [user] [Be kind\n\n] [Hi] ... and the middle is two ids.  (Head
+        # and text are encoded together, so an id may belong to both.)
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:
             kept = 1
@@ -602,7 +604,7 @@ CHUNK = 1 << 20
 
 
 def read_documents(path, start, end):
-    """The documents in a part of a corpus: the texts between the separators, without the line ends beside these.
+    """The documents in a part of a corpus: the texts between its separators, without the line ends beside these.
     If the part begins with a separator, the first document is empty; if it ends with one, the last.  No other
     document is empty."""
     *texts, last = SEPARATOR_RUN.split(read_chunk(path, start, end))

@@ -180,9 +180,9 @@ def shuffled(count, seed, first, number, stride=1):
 # 2. The loop
 # ------------------------------------------------------------------------------------------------------------
 # train() is what pretraining, fine-tuning and rl.py share.  A Job is what they do not share, two functions:
-#   batch: step, counted from 0 -> (rows, weights).  With weights None all rows weigh the same, and all heads learn.
-#       With weights (n,), one for each row, only head 0 learns.  batch is a pure function of the step and of the
-#       model's weights, so that a run can be resumed.
+#   batch: step, counted from 0 -> (rows, weights).  With weights None every learned token weighs the same, and all
+#       heads learn.  With weights (n,), one for each row, only head 0 has a loss.  batch is a pure function of the
+#       step and of the model's weights, so that a run can be resumed.
 #   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, text), ...],
 #       mostly what the model says.
 Job = collections.namedtuple("Job", "batch evaluate")
@@ -215,9 +215,14 @@ def train(training, job, stop):
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, training.note, model.later(losses, norm)))
 
-            # The step is done.  Now and then its numbers are read and shown, the run is saved, or it stops.  On a CPU
-            # the numbers are read after every step.  To read them from a GPU the host must wait for it: so it reads
-            # them at every tenth step, before a save, and before a stop.
+            # The step is done.  The rest is due only now and then, because to read a number from a GPU the host must
+            # wait for it:
+            #                   numbers are read          saved                         stopped, after a signal
+            #     a CPU         after every step          before an evaluation, every   after this step
+            #     a GPU         every tenth step, and     save_every steps, and         after this step
+            #                   before a save or a stop   before a stop
+            #     several       likewise                  likewise, by rank 0           when they read numbers: then
+            #     ranks                                                                 each tells the others
             saving = evaluating or step % settings.save_every == 0
             pause = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
             if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
@@ -239,6 +244,7 @@ def train(training, job, stop):
         if step == first:
             ranks.meet()                            # all have read the new folder: now it may be renamed
             if ranks.rank == 0:
+                # which gives the folder of a new run its name
                 log = checkpoint.open_log(training.out, first)
         if evaluating and log:
             log.write(step=step, **record)
@@ -422,7 +428,7 @@ DEFAULTS = {
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
 # Four epochs take big ten minutes.  After eight its loss is 0.02 lower, or 0.05 lower if decay is 0.5, too
-# (docs/results.md).  Small gains nothing by a ninth reading of a text of 0.3 MB.
+# (docs/results.md).  Small gains nothing by a ninth epoch (tried with 0.3 MB of text).
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -748,11 +754,11 @@ def pretraining(training):
     held_out = {kind: text_rows(ids, T) for kind, ids in val.items() if len(ids) > 1}
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
-    # the weights are an average over the last 1 / (lr * decay) steps (model_cpu.py, beside AdamW)
+    # tau = 1 / (lr * decay) steps: over so many the weights are averaged (model_cpu.py, beside AdamW)
     epochs = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; decay averages the steps of the last {epochs:,.3g} epochs.\n"
+          f"{len(tokens):,} tokens to train on; weight decay's tau is {epochs:,.3g} epochs at the peak rate.\n"
           "val_loss: nats a token of the held-out text; val_bpb: bits a byte.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
@@ -785,7 +791,7 @@ def evaluate_folder(options, ranks):
             continue
         with tempfile.TemporaryDirectory() as folder:           # each rank has its own
             training.tokenizer.encode_file(with_plain_lines(path), f"{folder}/ids")
-            # without the token that ends the last document, which is not in the file
+            # without the token at the end: encode_file puts it there, unless the file ends with a separator
             rows = text_rows(np.fromfile(f"{folder}/ids", "<u2")[:-1], config.context)
         require(rows, f"{path} is too short: it needs two tokens.")
         result = measure(training, {path: rows})
