@@ -36,7 +36,7 @@ help:
 	@echo "                  it also compiles the kernels for more GPUs"
 	@echo "make bench        what this machine can measure of the README's figures; tests/bench.py names the rest"
 	@echo "make gpu          CuPy and CUDA's libraries, for an NVIDIA GPU (about 0.8 GB; no CUDA toolkit needed)"
-	@echo "make clean        removes $(VENV), caches and encoded texts (data/*.bin); keeps the models in out/, the texts in data/"
+	@echo "make clean        removes $(VENV), caches, encoded texts and unfinished downloads; keeps the models in out/, the texts in data/"
 	@echo
 	@echo "make PYTHON=/path/to/python3.12   takes that Python, 3.10 or later, for the environment"
 

@@ -42,7 +42,7 @@ FETCH_PAUSE=${FETCH_PAUSE:-2}           # what Project Gutenberg asks of program
 # which are about as good as new text (Muennighoff et al., 2023), are 20 tokens for each parameter of the big
 # model (Hoffmann et al., 2022).
 WEB_MB=${WEB_MB:-2000}
-# FineWeb-Edu rates from 0 to 5 how much a page teaches, and keeps what rounds to 3.  The pages with 3.0 or
+# FineWeb-Edu rates from 0 to 5 how much a page teaches, and keeps what rounds to 3 or more.  The pages with 3.0 or
 # more are about the better half of those.
 WEB_SCORE=${WEB_SCORE:-3}
 # How sure a classifier is that a page is English.  FineWeb keeps 0.65 and above.  Below 0.8 a page may be
@@ -55,7 +55,7 @@ usage="usage: ./fetch_data.sh WORD...
                 what sft.py and rl.py learn from (Python's licence)
   books         169 classics, 110 MB in 10 minutes -> data/books.txt
                 (Project Gutenberg; public domain in the USA, elsewhere see the law of your country)
-  web           FineWeb-Edu's sample-10BT, WEB_MB MB -> data/web_000.txt, ... (ODC-By 1.0, and Common Crawl's terms of use)
+  web           FineWeb-Edu's sample-10BT, WEB_MB MB or a little more -> data/web_000.txt, ... (ODC-By 1.0, and Common Crawl's terms of use)
   instructions  Alpaca's 52,002 instructions, 23 MB -> data/instructions.json (CC BY-NC 4.0: not commercial)
   preferences   UltraFeedback: 61,000 prompts, a better and a worse answer -> data/preferences.jsonl (MIT)
   blimp         BLiMP: 67,000 pairs of a good and a bad sentence, 10 MB -> data/blimp.jsonl (CC BY 4.0)
@@ -346,7 +346,7 @@ books() {
 # ------------------------------------------------------------------------------------------------------------
 # 5. Web
 # ------------------------------------------------------------------------------------------------------------
-# FineWeb-Edu's sample-10BT is 14 Parquet files of about 2.15 GB and 700,000 pages each.  Parquet keeps rows
+# FineWeb-Edu's sample-10BT is 14 Parquet files of up to 2.15 GB and 700,000 pages each.  Parquet keeps rows
 # in groups (here of 1,000), each column of a group on its own, and at the end of the file a table of what is
 # where.  So DuckDB reads a range of rows, and of these the columns that a query names, without the rest of
 # the file.

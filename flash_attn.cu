@@ -45,7 +45,7 @@
 //       l = alpha l + sum over the tile of exp(S_ij - m')
 //       O = alpha O + sum over the tile of exp(S_ij - m') v_j
 //   At the end O / l is the output, whatever the m's were. L_i = m + log l (lse) is all that the backward
-//   needs.
+//   needs of m and l.
 //
 //   An example: the scores of a row are 1, 3, 2, 5, its values 10, 20, 30, 40, and they come in tiles of two.
 //       tile     m'   alpha           l                                   O

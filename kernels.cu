@@ -707,7 +707,7 @@ matmul(void* out, Reals a, Reals b,
 // -----------------------------------------------------------------------------------------------------------
 // 8. Decoding: a few new tokens, after earlier ones whose k and v are in the KV cache
 // -----------------------------------------------------------------------------------------------------------
-// One new token must read all weights of the model. That limits how fast it can be: for a large model it is most of
+// One new token must read nearly all weights of the model. That limits how fast it can be: for a large model it is most of
 // the time; for big it is a quarter, and the rest is waiting at the beginning and end of each kernel. So a layer is
 // only five kernels, each made for few rows:
 //
@@ -904,14 +904,14 @@ decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, fl
 // Covers attention_forward for n new tokens, over the KV cache, which has their k and v already: y (n, H*D) of
 // the q in qkv (n, (H+2G)D).
 //
-// A block takes one head of one token. A group of D/8 lanes takes one key at a time, and its value; a lane has
-// eight columns of both. For D = 64 a warp has four groups of eight lanes:
+// A block takes one head of one token. D/8 lanes are a group: they share a key and its value, and a lane has eight
+// columns of both. For D = 64 a warp has four groups of eight lanes:
 //
 //     lane                 0      1      ...   7        8      9      ...   15       16 ... 31
 //     key                  0      0      ...   0        1      1      ...   1        2, 3
 //     columns              0-7    8-15   ...   56-63    0-7    8-15   ...   56-63    likewise
 //
-// A group takes four such keys at once, so that their loads and their sums do not wait for each other. Each group
+// A group takes four keys in a round, so that their loads and their sums do not wait for each other. Each group
 // g has a softmax of its own, relative to a maximum m_g, as if its keys were all that there are. At the end these
 // parts add up, first those of a warp, then those of all warps, in order:
 //

@@ -170,7 +170,7 @@ def find_data(preset, base):
     fine-tuned on records, they are these records.
 
     The record of a base names the files.  A stranger's folder could name a private file of yours, which the model would
-    learn and then tell.  So a file is read only if its fingerprint is in the record: then the stranger knew it."""
+    learn and then tell.  So a file is learned only if its fingerprint is in the record: then the stranger knew it."""
     instructions = sorted(glob.glob("data/instructions*.json"))
     if preset != "small" and instructions:
         return instructions
