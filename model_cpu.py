@@ -58,7 +58,8 @@ from tokenizer import Tokenizer
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config)."""
+    """The sizes of a model.  ValueError, in one sentence, if they do not fit together: dim, hidden and vocab must be
+    multiples of 8, dim one of 2 heads, and heads one of kv_heads; a tied head needs predict 1 (check_config)."""
     dim: int                    # C
     heads: int                  # H
     kv_heads: int               # G: every R = H/G query heads share one key/value head (GQA, Ainslie et al. 2023)
