@@ -101,6 +101,7 @@ class Session:
     def answer(self, line):
         """Print the model's answer to a line, token by token."""
         text = to_bytes(line)
+        # does the answer of the last turn lack its end?
         unfinished = self.turns and self.turns[-1][1][-1:] != [self.stop]
         if self.chat_form and not text and not unfinished:
             return                      # an empty line, and no answer to continue

@@ -105,7 +105,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        # A file of ours has both keys.  One damaged byte can spoil only one of them
+        # Ours if either key is there, because one damaged byte cannot spoil both
         if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:

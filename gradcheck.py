@@ -42,8 +42,8 @@ the backward computes from it (rope_sign).  If the gradient of a weight is wrong
 
 Why are the weights wide?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
 usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
-200 to 400 times smaller than that of v.  The three share a tensor, so an error in q or k would weigh 200 to 400 times
-less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by
+far smaller than that of v (in TINY 200 to 400 times).  The three share a tensor, so an error in q or k would weigh as
+much less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by
 themselves.)
 
 What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
@@ -425,7 +425,7 @@ def main(argv):
     add("--exercise", metavar="NAME",
         help="first time: write the file to complete; next time: grade it. all: a table of all exercises")
     add("--gpu", action="store_true", help="the GPU engine against model_cpu, in every precision")
-    parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation")
+    parser.add_argument("--hint", action="store_true", help="with --exercise NAME: the derivation, or an example")
     args = parser.parse_args(argv)
     require(args.exercise not in (None, "all") or not args.hint, "--hint goes with --exercise NAME.")
 

@@ -707,9 +707,9 @@ matmul(void* out, Reals a, Reals b,
 // -----------------------------------------------------------------------------------------------------------
 // 8. Decoding: a few new tokens, after earlier ones whose k and v are in the KV cache
 // -----------------------------------------------------------------------------------------------------------
-// One new token must read nearly all weights of the model. That limits how fast it can be: for a large model it is most of
-// the time; for big it is a quarter, and the rest is waiting at the beginning and end of each kernel. So a layer is
-// only five kernels, each made for few rows:
+// One new token must read nearly all weights of the model. That limits how fast it can be: for a large model it is
+// most of the time; for big it is a quarter, and the rest is waiting at the beginning and end of each kernel. So a
+// layer is only five kernels, each made for few rows:
 //
 //     decode_qkv          x  ->  q, k, v           reads norm1, qkv;  k and v go to the cache
 //     decode_attention    q  ->  y                 reads the cache

@@ -377,7 +377,7 @@ def by_group(x, config):
 
 def split_heads(qkv, config):
     """Views q (B,G,R,T,D), k and v (B,G,1,T,D) into qkv (B,T,(H+2G)D)."""
-    kv = config.kv_heads * config.head_dim
+    kv = config.kv_heads * config.head_dim          # the last kv columns are v, those before it k
     return [by_group(part, config) for part in np.split(qkv, [config.dim, -kv], axis=-1)]
 
 
@@ -392,8 +392,9 @@ def causal_mask(T, J, dtype):
     tokens.  For example T = 2, J = 4: [0 0 0 -inf], [0 0 0 0].
 
     It is made in attention_forward and, for new tokens, in Decoder._attention.  The other paths: forward_plain has its
-    own line; flash_attn.cu compares the positions of query and key (mask_future).  Decoding a few tokens on a GPU, and
-    gradcheck.plain_losses, read only the keys up to the token itself, so they need no mask."""
+    own line; flash_attn.cu loops up to the query (section 0), or compares positions (section 1; mask_future in section
+    2).  Decoding a few tokens on a GPU, and gradcheck.plain_losses, read only the keys up to the token itself, so they
+    need no mask."""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
@@ -493,7 +494,7 @@ def block_forward(x, w, saved, shared, config, rope, attention):
     w: this layer's weights.  saved: this layer's arrays of work_table; shared: those of all layers.  (All three are
     Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions.  attention: attention_forward, or a
     Decoder's."""
-    T = rope.shape[1]
+    T = rope.shape[1]                                                             # it has an entry a position
     shape = len(x) // T, T, -1                                                    # (B,T,width)
     increment = shared.increment                                                  # (N,C)
 
@@ -625,10 +626,10 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     param_t = (1 - a) param_(t-1) - lr u_t
 #             = (1 - a)^2 param_(t-2) - lr (u_t + (1 - a) u_(t-1))          and so on, down to the initial weights:
 #     param_t = (1 - a)^t param_0 + the sum over s = 1..t of  a (1 - a)^(t-s) (-u_s / decay)        with lr = a / decay
-# The factors a (1 - a)^(t-s) add up to 1 - (1 - a)^t.  (The rate changes from step to step, and so does a: with it they
-# add up to 0.98 in the run of big, and to 0.41 in that of small, which keeps much of its initial weights.)  So the
-# weights are an average of the past steps' directions.  In this average a step loses all but 1/e of its share within
-# tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what was measured).  The same holds for Muon.
+# The factors a (1 - a)^(t-s) add up to 1 - (1 - a)^t.  So the weights are an average of the past steps' directions, and
+# what the sum lacks to 1 is the share of the initial weights.  In this average a step loses all but 1/e of its share
+# within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what was measured).  With the rates of its run the
+# sum is 0.98 for big, and 0.41 for small: so small keeps 59% of its initial weights.  The same holds for Muon.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
     adds to it."""
@@ -652,14 +653,14 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # length.  Why this direction: among all steps with |step @ x| <= |x| for every x (their spectral norm is at most 1) the
 # step -U V^T lowers the loss fastest.
 #
-# No singular values need be computed.  Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
+# No singular values need be computed.  (U, S and V are those of the decomposition here, not vocabulary or scores.)
+# Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
 # With (a, b, c) = NEWTON_SCHULZ, found by a search for a large slope at 0 (Jordan et al. 2024), five rounds bring all s
 # from 0.0016 to 1 into [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a
 # round moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al.
 # 2024).
-# (In these lines U, S and V are those of the decomposition alone.)
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: the singular vectors of M, and each singular value s / |M| after five rounds
     of the polynomial."""
@@ -969,7 +970,8 @@ class Decoder:
     texts, length: the number of texts, each with a cache of its own for `length` tokens.
 
     For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.  Who cuts
-    it: generate, by truncate, when another text or window comes or drafts were wrong; Model.refresh, by forget.
+    it: generate, by truncate, when another text or window comes or drafts were wrong; by forget Model.refresh, and
+    chat.print_tokens.
 
     For many texts: draw_rows.  tokens is then that of the first text, with the zeros that stand before a short one."""
 
@@ -977,8 +979,8 @@ class Decoder:
         c = self.config = model.config
         self.model = model
         self.tokens = []
-        # Keys and values of each token in every layer.  Those of one head lie one behind the other, as attention reads
-        # them.  np.zeros takes memory only where it is written.
+        # (L, keys and values, B, G, 1, length, D); the 1 is for the R query heads that read them.  Those of one head
+        # lie one behind the other, as attention reads them.  np.zeros takes memory only where it is written.
         self.cache = np.zeros((c.layers, 2, texts, c.kv_heads, 1, length, c.head_dim), model.dtype)
         self.pads = np.zeros((texts, 1, 1, 1, length), model.dtype)      # added to the scores: see draw_rows
         # without a backward all layers compute in the arrays of one
@@ -1008,8 +1010,9 @@ class Decoder:
         return self._read([tokens], len(tokens), self.config.predict)
 
     def _read(self, tokens, last, heads):
-        """Append tokens (B,n) -> the logits (B*last,heads,V) after the last so many tokens of each text: the forward of
-        training with another attention."""
+        """Append tokens (B,n) -> the logits (B*last,heads,V) after the last so many tokens of each text.  It is the
+        forward of training with another attention: _trunk calls block_forward for each layer, which calls _attention
+        with this layer's part of the cache."""
         tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)        # the arrays of one layer, for all layers
         attentions = [partial(self._attention, cache) for cache in self.cache]
@@ -1090,10 +1093,10 @@ def gumbel(seed, t, ids):
     (seed, position, id), so it can be computed in any order, by every head, and by a GPU.  seed: an integer below 2^64,
     or one for each row.
 
-    From 64 bits z, at first the seed, the loop makes others twice: with n = t, then with n = id.  They are output n of
-    the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: z + (n+1) gamma, mixed by two multiplications.
-    The upper 52 bits of the last z make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is exact in float64, and never 0
-    or 1.  -log(-log u) has the Gumbel distribution."""
+    It takes two hashes of 64 bits, one for each round of the loop: first of seed and t, then of that and id.  The hash
+    of z and n is output n of the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: z + (n+1) gamma,
+    mixed by two multiplications.  The upper 52 bits of the second make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is
+    exact in float64, and never 0 or 1.  -log(-log u) has the Gumbel distribution."""
     z = np.array(seed, np.uint64).reshape(-1, 1)
     for n in (np.reshape(t, (-1, 1)), ids):
         z = z + (n.astype(np.uint64) + 1) * 0x9e3779b97f4a7c15          # gamma; all of this is modulo 2^64
@@ -1174,7 +1177,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             if len(rows) == 1:
                 raise
             half = len(rows) // 2
-            waiting += rows[half:], rows[:half]
+            waiting.extend([rows[half:], rows[:half]])
             continue
         going = range(len(rows))                    # the texts whose answers have not ended; all are drawn
         starts = None
@@ -1219,7 +1222,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     rows).
 
     model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.  Then NumPy's
-    products have fewer rows, and are rounded differently, so that rarely another token is drawn.
+    products have fewer rows, and round differently.  In rare cases another token is drawn.
 
     speculate: True: with all K heads; False: with head 0 alone; None: with model.draft_heads drafts.  On the CPU the
     text is that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows."""

@@ -80,9 +80,10 @@ def reinforce_weights(rewards):
 # DPO (Rafailov et al. 2023).  Of two answers to a prompt one was chosen and one rejected.  The reference is the base,
 # the model with which the run begins.  beta (log pi - log ref) says how much more probable an answer has become since
 # then; DPO takes it as the model's own reward for the answer.  Why: let r be any reward, and look for the pi with the
-# largest  sum_a pi(a) r(a) - beta KL(pi || ref).  It is
-#     pi(a) = ref(a) exp(r(a) / beta) / Z,   so   r(a) = beta (log pi(a) - log ref(a)) + beta log Z
-# and Z, the number that makes pi a probability, is the same for both answers: it falls out of their difference z.
+# largest  sum_a pi(a) r(a) - beta KL,  where KL = sum_a pi(a) (log pi(a) - log ref(a)) measures how far pi is from ref.
+# The derivative by each pi(a) must be the same number c (as the pi(a) add up to 1):
+#     r(a) - beta (log pi(a) - log ref(a)) - beta = c,   so   r(a) = beta (log pi(a) - log ref(a)) + c + beta
+# and c + beta falls out of z, the difference of two answers' rewards.
 # The chance that the model agrees with the choice is then sigmoid(z) (Bradley & Terry 1952 take it so for the
 # difference of two scores), and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
@@ -254,12 +255,12 @@ def read_pairs(tokenizer, settings, T):
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
     # How many rows are cut?  The lengths of all of them, in this window, and in one so large that nothing is cut
-    lengths = [[len(ids) for pair in pairs for ids, _ in pair_rows(tokenizer, pair, window)]
+    in_window, uncut = [[len(ids) for pair in pairs for ids, _ in pair_rows(tokenizer, pair, window)]
                for window in (T, 1 << 20)]
     return batches, sum(held_out, []), (
         f"{len(pairs):,} pairs, {len(to_learn):,} to learn, {len(held_out):,} held out.\n"
         "(A pair whose answers are equal within the window is left out.)\n"
-        f"{np.not_equal(*lengths).sum():,} times a question or an answer is cut to the window.")
+        f"{np.not_equal(in_window, uncut).sum():,} times a question or an answer is cut to the window.")
 
 
 def dpo_job(training):
@@ -355,8 +356,8 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    # The names in the first record.  A record made from a play has those of a pair and of an instruction: then it is
-    # REINFORCE.
+    # The names in the first record.  Our own records serve both methods (script.write_records): without --method they
+    # mean REINFORCE.
     names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"

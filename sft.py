@@ -170,7 +170,8 @@ def find_data(preset, base):
     fine-tuned on records, they are these records.
 
     The record of a base names the files.  A stranger's folder could name a private file of yours, which the model would
-    learn and then tell.  So a file is learned only if its fingerprint is in the record: then the stranger knew it."""
+    learn and then tell.  So a file is learned only if the record has its fingerprint, which nobody can make who does
+    not have the file."""
     instructions = sorted(glob.glob("data/instructions*.json"))
     if preset != "small" and instructions:
         return instructions

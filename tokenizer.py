@@ -143,8 +143,8 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # (?![^xy]): the next character, if there is one, must be x or y.  Where that is so, all spaces are one word.
-    # Otherwise the last space is left for the next word.
+    # Behind the spaces stands nothing, or a character of may_follow: then all spaces are one word.  Anything else takes
+    # the last space as its own.  (In `re` "nothing, or one of xy" is (?![^xy]).)
     may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -159,8 +159,9 @@ def word_pattern(limit, digits):
 # long, and is used only where a text has such characters.
 BMP = 0xFFFF
 ALL = 0x10FFFF
-# split_words cuts a text into parts of 4096 characters or more: then only those with an emoji take the slow pattern.  A
-# part ends before white space that follows something else, because a new word always begins there.
+# split_words cuts a text into parts of a little more than 4096 characters (the last may be shorter): then only those
+# with an emoji take the slow pattern.  A part ends before white space that follows something else, because a new word
+# always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -173,10 +174,11 @@ def split_words(text, digits=False):
         yield word_pattern(limit, digits).findall(part)
 
 
-# A file may hold bytes that are not UTF-8.  `to_str` makes each of them a lone surrogate, U+DC80 to U+DCFF, and
-# `to_bytes` turns it back (surrogateescape): the byte FF becomes U+DCFF, and this becomes FF again.
-# A str may itself hold a lone surrogate, such as U+DCFF.  Its bytes in UTF-8 would be ED B3 BF (surrogatepass), and it
-# is treated like a file with these three bytes.
+# A file may hold bytes that are not UTF-8, and a str may hold lone surrogates.  Both come back whole:
+#
+#     the byte FF of a file      to_str ->  U+DCFF (surrogateescape)                              to_bytes ->  FF
+#     a str of U+DCFF            to_str ->  its bytes in UTF-8, ED B3 BF (surrogatepass), each    to_bytes ->  ED B3 BF
+#                                           of which becomes a surrogate as above
 def to_str(text):
     """str or bytes -> a str from which `to_bytes` makes the same bytes, whatever they are."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -201,7 +203,7 @@ def learn_merges(words, most_merges):
     as a weight.  Each pair knows the positions where it has stood.  So a merge visits only these, skips those where the
     pair is gone, and corrects the counts of the pairs beside the others.  A heap gives the most frequent pair.
 
-    Why it is fast: in a row of n bytes n positions are put down at the beginning, and two more wherever two ids merge.
+    Why it is fast: for a row of n bytes `positions` has n entries at first, and gets two more wherever two ids merge.
     There are fewer than n such places, because each takes an id out of the row.  So all merges together visit fewer
     than 3n positions.  A visit costs a few steps and at most two new entries of the heap."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
@@ -262,7 +264,7 @@ def learn_merges(words, most_merges):
             after[p_left] = p_after
             before[p_after] = p_left
         del counts[pair]
-        positions.update(new_pairs)
+        positions.update(new_pairs)             # these pairs are new: they hold new_id
         for new_pair in new_pairs:
             heappush(heap, (-counts[new_pair], new_pair))
     return merges
@@ -451,9 +453,9 @@ class Tokenizer:
             two
 
         A line that holds only <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in
-        TEXT_ENDS), and the line ends beside it go.  (Not those at the beginning of a part that begins behind a
-        separator, as the held-out part of a file may: see split_point.)  The last document of each file ends with
-        that id, too.  There are no empty documents.
+        TEXT_ENDS), and the line ends beside it go.  (If a part begins with line ends, because split_point has cut
+        behind the separator before them, they stay.)  The last document of each file ends with that id, too.
+        There are no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -639,11 +641,16 @@ def find_cut(window):
 
 
 def split_point(path):
-    """The byte at which the validation part of a file begins.  The part is 1% of the file; not less than 100 kB, so
-    that the loss has little noise; not more than 4 MB (about 1M tokens), which take seconds; and never more than 10% of
-    the file.  Then the cut moves to the nearest separator in the last 10% of the file, or in its last 32 MB if that is
-    less.  If there is none, it moves to the nearest line.  If there is no line, it stays, even within a character:
-    tokens are made of bytes."""
+    """The byte at which the validation part of a file begins, which is about
+
+        10%        of a file up to 1 MB
+        100 kB     up to 10 MB: with less the loss would have much noise
+        1%         up to 400 MB
+        4 MB       of a larger one: about 1M tokens, which take seconds
+
+    Then the cut moves to the nearest separator in the last 10% of the file, or in its last 32 MB if that is less.  If
+    there is none, it moves to the nearest line.  If there is no line, it stays, even within a character: tokens are
+    made of bytes."""
     size = os.path.getsize(path)
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte

@@ -194,7 +194,17 @@ def train(training, job, stop):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished.
 
     The first pass of the loop makes no step.  It only evaluates: at step 0 of a new run, and at the step of a resumed
-    run if that is one to be evaluated."""
+    run if that is one to be evaluated.
+
+    The numbers of a step are read and shown, the run is saved, or it stops, only now and then, because to read a number
+    from a GPU the host must wait for it:
+
+                          numbers are read          saved                         stopped, after a signal
+        a CPU             after every step          before an evaluation, every   after this step
+        a GPU             every tenth step, and     save_every steps, and         after this step
+                          before a save or a stop   before a stop
+        several ranks     likewise                  likewise, by rank 0           when they read numbers: then each
+                                                                                  tells the others"""
     np.seterr(all="ignore")     # report looks for numbers that are not finite
     model = training.model
     settings = training.settings
@@ -215,14 +225,7 @@ def train(training, job, stop):
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
             waiting.append((step, training.state["tokens"], lr, training.note, model.later(losses, norm)))
 
-            # The step is done.  The rest is due only now and then, because to read a number from a GPU the host must
-            # wait for it:
-            #                   numbers are read          saved                         stopped, after a signal
-            #     a CPU         after every step          before an evaluation, every   after this step
-            #     a GPU         every tenth step, and     save_every steps, and         after this step
-            #                   before a save or a stop   before a stop
-            #     several       likewise                  likewise, by rank 0           when they read numbers: then
-            #     ranks                                                                 each tells the others
+            # The step is done.  Now and then: read numbers, save, stop
             saving = evaluating or step % settings.save_every == 0
             pause = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
             if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
@@ -233,9 +236,6 @@ def train(training, job, stop):
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
-                    print(f"Saved {training.out} at step {step}. Go on with: python {training.state['script']} "
-                          f"--resume --out {shlex.quote(training.out)}"
-                          f"{' --reward ' + settings.reward if ':' in settings.reward else ''}", file=sys.stderr)
                     # 128 + the signal, as shells have it; without a signal another rank has one
                     return 128 + (stop.signal or signal.SIGTERM)
         if evaluating:
@@ -442,9 +442,9 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 @dataclasses.dataclass
 class Settings:
     """What a run is, beside the sizes of its model (Config) and its base.  Two runs with the same of these, of files,
-    code, libraries, kind of machine and number of processes have the same losses, bit for bit.  Most settings are
-    options.  An option that is missing gets the preset's value, or the best for this machine (make_settings), or the
-    default at the end of its line."""
+    code, libraries, kind of machine and number of processes have the same losses, bit for bit (if none of these changed
+    on the way, as --resume allows for some: see apply_options).  Most settings are options.  An option that is missing
+    gets the preset's value, or the best for this machine (make_settings), or the default at the end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
@@ -588,10 +588,15 @@ def go(script, options, out, begin, make_job):
         ranks.meet()
         training = open_run(script, options, out, ranks)
         try:
-            return train(training, make_job(training), Stop())
+            code = train(training, make_job(training), Stop())
         except FloatingPointError as error:
             print(f"\nerror: {error}", file=sys.stderr)
             return 1
+        if code:                                    # a signal has stopped the run
+            reward = training.settings.reward       # a function of the reader's own is named again
+            print(f"Saved {out} at step {training.model.step}. Go on with: python {script} --resume "
+                  f"--out {shlex.quote(out)}{' --reward ' + reward if ':' in reward else ''}", file=sys.stderr)
+        return code
     return run_ranks(run)
 
 
@@ -755,10 +760,10 @@ def pretraining(training):
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     # tau = 1 / (lr * decay) steps: over so many the weights are averaged (model_cpu.py, beside AdamW)
-    epochs = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
+    tau = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)         # in epochs
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; weight decay's tau is {epochs:,.3g} epochs at the peak rate.\n"
+          f"{len(tokens):,} tokens to train on; weight decay's tau is {tau:,.3g} epochs at the peak rate.\n"
           "val_loss: nats a token of the held-out text; val_bpb: bits a byte.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads
