@@ -57,7 +57,7 @@ class Session:
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
         system text is put before the first of them, so it stays when old turns are dropped.  (A very long answer moves
-        the window past it.)"""
+        the window past the system text.)"""
         if not self.chat_form:
             text, answer = self.turns[0]                    # an empty text: the model begins after an end-of-text token
             return (self.tokenizer.encode(text) or [self.stop]) + answer
@@ -125,7 +125,8 @@ COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
     among all tokens.  The text is read once more for that.  (Of a text longer than the window only the last window is
-    printed.  The first half of that window was drawn with more text before it than is read here.)"""
+    printed.  The first half of that window was drawn with more text before it than is read here, so its colours are
+    not exact.)"""
     if not session.turns or not session.turns[-1][1]:
         return                      # there is no answer yet
     _, answer = session.turns[-1]

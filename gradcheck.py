@@ -27,9 +27,9 @@ all 4,944 entries:
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
     three points    1.3e-09   1.6e-09   1.6e-07   6.5e-07   1.6e-05
 
-Why float64?  float32 rounds f at 1e-7, and the best h (0.01) then gives about 1e-4 on this model.  A smaller wrong
-term, such as RMSNorm's eps in the wrong place (1.2e-5), would pass.  The formulas are the same in either precision.  So
-what is proven in float64 holds in float32, where training runs, up to rounding.
+Why float64?  float32 rounds f at 1e-7, and the best h (0.01) then gives about 1e-4 on this model.  A wrong term
+below that, such as RMSNorm's eps in the wrong place (1.2e-5), would pass.  The formulas are the same in either
+precision.  So what is proven in float64 holds in float32, where training runs, up to rounding.
 The error |by hand - numeric| of an entry is divided by the largest gradient of its tensor.  Why is it not divided by
 the entry?  The difference quotient has about the same rounding error for every entry.  So an entry that happens to be
 near 0 would have a large error, which means nothing.  And why not by the largest gradient of the model?  A tensor of
@@ -42,7 +42,7 @@ the backward computes from it (rope_sign).  If the gradient of a weight is wrong
 
 Why are the weights wide?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
 usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
-far smaller than that of v (in TINY 200 to 400 times).  The three share a tensor, so an error in q or k would weigh as
+far smaller than that of v (in TINY 240 to 440 times).  The three share a tensor, so an error in q or k would weigh as
 much less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by
 themselves.)
 

@@ -58,8 +58,9 @@ from tokenizer import Tokenizer
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a model.  ValueError, in one sentence, if they do not fit together: dim, hidden and vocab must be
-    multiples of 8, dim one of 2 heads, and heads one of kv_heads; a tied head needs predict 1 (check_config)."""
+    """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config): dim, hidden and
+    vocab must be multiples of 8, dim a multiple of 2 heads, heads a multiple of kv_heads; a tied head needs predict
+    1."""
     dim: int                    # C
     heads: int                  # H
     kv_heads: int               # G: every R = H/G query heads share one key/value head (GQA, Ainslie et al. 2023)
@@ -253,8 +254,13 @@ def work_table(config, B, T):
 # A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because one weight
 # serves many tokens and several micro-batches (the pieces of a batch that is too large for the memory).
 #
-# A backward is the chain rule.  It gets the slope of the loss for each output, dout, and returns that for each input:
-# dx_i = sum over the outputs o of  dout_o ∂out_o/∂x_i.
+# In code dNAME is d loss / d NAME.  A backward is the chain rule.  It gets the slope of the loss for each output, dout,
+# and returns that for each input:
+#
+#     dx_i = sum over the outputs o of  dout_o ∂out_o/∂x_i
+#
+# For example out_0 = x_0 x_1 and out_1 = x_0 + x_1.  Then ∂out_0/∂x_0 = x_1 and ∂out_1/∂x_0 = 1, so
+# dx_0 = dout_0 x_1 + dout_1, and likewise dx_1 = dout_0 x_0 + dout_1.
 #
 # Activations are matrices (N, width): one row for each token.  (RoPE and attention see the same memory as (B,T,...).)
 # Some functions work in place: rope_forward and block_forward on x, rope_backward and block_backward on dx, and both
@@ -267,8 +273,8 @@ def embedding_forward(out, tokens, embed):
 
 # Forward: out[n] = embed[tokens[n]].  So d loss / d embed[v] = sum of dout[n] over all n with tokens[n] == v.
 #
-# A token that occurs twice must collect both rows.  (dembed[tokens] += dout would keep only the last one.)  In one
-# line this is np.add.at(dembed, tokens, dout).  The code below is faster.  It sorts the tokens, so that equal ones
+# A token that occurs twice must get the sum of both rows.  (dembed[tokens] += dout would keep only the last one.)  In
+# one line this is np.add.at(dembed, tokens, dout).  The code below is faster.  It sorts the tokens, so that equal ones
 # lie side by side: `starts` says where each run of equal tokens begins, and np.add.reduceat sums each run.  For example
 # tokens 5 7 5: order is 0 2 1, ids are 5 7, starts are 0 2, and dembed gets dout[0] + dout[2] for 5, and dout[1] for 7.
 def embedding_backward(dembed, dout, tokens):
@@ -294,14 +300,15 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 #     out_i = xhat_i gain_i                  =>  dgain_i += dout_i xhat_i  (summed over rows)
 #                                                dxhat_i  = dout_i gain_i
 #     xhat_i = x_i r, and r = (mean_j x_j^2 + eps)^(-1/2) depends on every x_j ([i == j] is 1 if i = j, else 0):
-#                                                ∂r/∂x_j  = -1/2 r^3 (2 x_j / C) = -r^3 x_j / C = -r^2 xhat_j / C
+#                                                ∂r/∂x_j  = -1/2 (mean_j x_j^2 + eps)^(-3/2) (2 x_j / C)
+#                                                         = -r^3 x_j / C = -r^2 xhat_j / C
 #                                                ∂xhat_i/∂x_j = [i == j] r + x_i ∂r/∂x_j
 #     dx_j = sum_i dxhat_i ∂xhat_i/∂x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
-# The second term is a projection, the part of the gradient along x.  RMSNorm discards the length of x, so moving x
-# along itself does not change the output: this term removes that part.  (Exactly, if eps is 0: then the mean square of
-# xhat is 1.)
+# The second term is a projection, the part of r dxhat that points along x.  RMSNorm discards the length of x, so moving
+# x along itself does not change the output: this term removes that part.  (Exactly, if eps is 0: then the mean square
+# of xhat is 1.)
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
@@ -400,11 +407,11 @@ def causal_mask(T, J, dtype):
 
 def attend(out, P, q, k, v, mask):
     """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Token i takes the share
-    P_ij of the value of token j.  The share is large where its query fits the key of j.  (A sum of D products of random
-    signs grows as sqrt(D).  So the scores are divided by it: with large scores a token would take one value alone.)
+    P_ij of the value of token j.  The share is large where its query fits the key of j.  A sum of D products of random
+    signs grows as sqrt(D).  With large scores a token would take one value alone.  So the scores are divided by it.
     Per head, with scale = 1/sqrt(D):
 
-        S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_j' exp(S_ij')       out_i = sum_j P_ij v_j
+        S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_l exp(S_il)       out_i = sum_j P_ij v_j
 
     q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or from a Decoder (B,1,1,T,J): one for each
     text."""
@@ -432,7 +439,7 @@ def attention_forward(out, P, qkv, config):
 #                                        ∂P_ij/∂S_il = P_ij ∂(log P_ij)/∂S_il = P_ij ([j == l] - P_il), so
 #                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il = P_il (dP_il - delta_i)
 #                                        with delta_i = sum_j P_ij dP_ij
-#                                                     = sum_j P_ij (dO_i . v_j)
+#                                                     = sum_j P_ij (dO_i . v_j) = dO_i . (sum_j P_ij v_j)
 #                                                     = dO_i . O_i:  a sum of D products in place of J
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
@@ -479,7 +486,7 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    silu = np.multiply(gate, sigmoid, out=dgate)    # in dgate's memory, until the last line has used it
+    silu = np.multiply(gate, sigmoid, out=dgate)    # in dgate's memory, until the last line, which reads it first
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
@@ -494,7 +501,7 @@ def block_forward(x, w, saved, shared, config, rope, attention):
     w: this layer's weights.  saved: this layer's arrays of work_table; shared: those of all layers.  (All three are
     Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions.  attention: attention_forward, or a
     Decoder's."""
-    T = rope.shape[1]                                                             # it has an entry a position
+    T = rope.shape[1]                                                             # it has one entry for each position
     shape = len(x) // T, T, -1                                                    # (B,T,width)
     increment = shared.increment                                                  # (N,C)
 
@@ -676,8 +683,8 @@ def newton_schulz(M):
 
 # The step, with Nesterov's look ahead by one more gradient:
 #
-#     m = momentum m + (1 - momentum) g           running mean of the gradient
-#     u = momentum m + (1 - momentum) g           `ahead`, with the new m: what the next m would be if g came once more
+#     m_new = momentum m + (1 - momentum) g       running mean of the gradient
+#     u = momentum m_new + (1 - momentum) g       `ahead`: what the next m would be if the same g came once more
 #     param -= lr (decay param + 0.2 sqrt(max(rows, columns)) newton_schulz(u))
 #
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
@@ -969,11 +976,12 @@ class Decoder:
 
     texts, length: the number of texts, each with a cache of its own for `length` tokens.
 
-    For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.  Who cuts
-    it: generate, by truncate, when another text or window comes or drafts were wrong; by forget Model.refresh, and
-    chat.print_tokens.
+    For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.  generate
+    truncates it, when another text or window comes or drafts were wrong.  Model.refresh (so Model.update, too) and
+    chat.print_tokens empty it.
 
-    For many texts: draw_rows.  tokens is then that of the first text, with the zeros that stand before a short one."""
+    For many texts: draw_rows, which empties the cache when the windows move.  tokens is then that of the first text,
+    with the zeros that stand before a short one: only its length is used."""
 
     def __init__(self, model, texts, length):
         c = self.config = model.config
@@ -1113,8 +1121,8 @@ def gumbel(seed, t, ids):
 #     P(i is the smallest) = integral of p_i e^(-p_i x) prod_(j != i) e^(-p_j x) dx = p_i / sum_j p_j.
 # A factor common to all p cancels: what is kept of p need not be normalised.
 #
-# An example of top_p = 0.7 with p = 0.5, 0.3, 0.2: the sums are 0.5, 0.8, 1.0.  An id goes if the sum of those before
-# it has reached 0.7.  So the third goes, and the first two are kept.
+# An example of top_p = 0.7 with p = 0.5, 0.3, 0.2: the sums are 0.5, 0.8, 1.0.  An id is dropped if the sum of those
+# before it has reached 0.7.  So the third is dropped, and the first two are kept.
 def sample(logits, t, sampling):
     """Draw ids (n,) from logits (n,V), for positions t (n,) of the text: argmax(log p + gumbel).  temperature
     0: the largest logit, the first of equals.  top_k keeps the k largest (0: all), top_p then the smallest
@@ -1130,7 +1138,7 @@ def sample(logits, t, sampling):
     log_p = (z - z.max(axis=1, keepdims=True)) / sampling.temperature                   # up to a constant
     if sampling.top_p < 1:
         sums = np.cumsum(np.exp(log_p), axis=1)
-        # an id goes if the sum of those before it has reached top_p; so the first one always stays
+        # an id is dropped if the sum of those before it has reached top_p; so the first one always stays
         too_late = sums[:, :-1] >= sampling.top_p * sums[:, -1:]
         log_p[:, 1:][too_late] = -np.inf
     best = np.argmax(log_p + gumbel(sampling.seed, t, ids), axis=1)                     # (n,)

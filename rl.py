@@ -13,7 +13,8 @@ without decay (with Muon DPO ranked fewer held-out pairs right: docs/notes.md).
 The one line of mathematics.  Let p be the softmax at one position, and y the token that the answer has there.  Then for
 every method the gradient with respect to the logits is (derived beside cross_entropy_backward in model_cpu.py)
 
-    d loss / d logits = w (p - onehot(y)) / N       w: one number for a whole answer; N: the step's learned tokens
+    d loss / d logits = w (p - onehot(y)) / N       onehot(y): 1 at y, else 0; w: one number for a whole answer;
+                                                    N: the step's learned tokens
                                                     (DPO divides by its pairs instead: section 4 puts that into w)
 
 Pretraining and fine-tuning have w = 1 for head 0: make the text more probable.  REINFORCE and DPO only choose another
@@ -84,14 +85,14 @@ def reinforce_weights(rewards):
 # The derivative by each pi(a) must be the same number c (as the pi(a) add up to 1):
 #     r(a) - beta (log pi(a) - log ref(a)) - beta = c,   so   r(a) = beta (log pi(a) - log ref(a)) + c + beta
 # and c + beta falls out of z, the difference of two answers' rewards.
-# The chance that the model agrees with the choice is then sigmoid(z) (Bradley & Terry 1952 take it so for the
-# difference of two scores), and the loss is its -log:
+# The chance that the model agrees with the choice is taken to be sigmoid(z), as Bradley & Terry (1952) have it
+# for the difference of two scores, and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
 #     loss = 1/n sum of -log sigmoid(z)                                       over n pairs
 #     d loss / dz = -sigmoid(-z) / n
 #     dz / d log pi_c = beta
 #     dz / d log pi_r = -beta
-# And d(-log pi) = p - onehot(y) at each token of the answer.  So, without 1/n (which section 4 puts in),
+# And d(-log pi) / d logits = p - onehot(y) at each token of the answer.  So, without 1/n (which section 4 puts in),
 #     w_c = beta sigmoid(-z)        w_r = -beta sigmoid(-z)
 # A pair that the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
@@ -274,6 +275,7 @@ def dpo_job(training):
         log_probs = [-train.row_losses(training, rows) for rows in parts]
         state["reference"] = [part.tolist() for part in log_probs]
     with refusing(f"the record of the run in {training.out} cannot be used"):
+        # reshape raises an error if the record does not fit the pairs
         *reference, held_out_reference = [
             np.reshape(np.float64(state["reference"][i]), len(rows)) for i, rows in enumerate(parts)]
     # the first held-out pair is shown by every evaluation

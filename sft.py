@@ -58,7 +58,7 @@ from tokenizer import CHAT_TEMPLATE, CHATML, END_OF_TURN
 # becomes, in our template, a row of these ids; "learned" marks those with mask True:
 #
 #     <|user|>Be kind\n\nHi<|end|><|assistant|>Yo<|end|><|user|>Who are you?<|end|><|assistant|>A model.<|end|>
-#                                              learned                                         learned
+#                                              |learned|                                      |--learned---|
 def make_row(tokenizer, conversation, T):
     """A conversation -> (ids (n,), mask (n,)), n <= T + 1: T inputs, and the target of the last one.  A longer
     conversation loses its end, because a turn makes sense only after those before it.  The mask is True for the
@@ -96,8 +96,8 @@ def plan_epoch(rows, T, batch_tokens, seed, epoch):
     batch_tokens inputs, or one row.
 
     The rows of one batch have about the same length.  Which rows of one length share a batch, and in which order the
-    batches come, is random.  The sizes of the batches depend on the lengths alone, so every epoch has the same number
-    of batches: `begin` multiplies it by the number of epochs."""
+    batches come, is random.  The sizes of the batches depend on the lengths alone.  So every epoch has the same number
+    of batches, and `begin` multiplies it by the number of epochs."""
     rng = np.random.default_rng([seed, epoch])
     batches = train.batches_of_one_length(rows, rng.permutation(len(rows)), T, batch_tokens)
     return [batches[i] for i in rng.permutation(len(batches))]

@@ -75,7 +75,8 @@ def learn_merges_plain(words, most_merges):
 
 
 def replace_pair(ids, pair, new_id):
-    """Glue each such pair of neighbours into one new id, from left to right: of "aaa" the first two."""
+    """Glue each such pair of neighbours into one new id, from left to right: in "aaa" the first two are glued.  (The
+    pair does not hold new_id, so what was glued is not glued again.)"""
     replaced = []
     for token in ids:
         if replaced and (replaced[-1], token) == pair:
@@ -99,7 +100,7 @@ def encode_word_plain(word, merges):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Text into words
 # ------------------------------------------------------------------------------------------------------------
-# Merges stay inside a word.  Otherwise "dog.", "dog!" and "dog?" would each take a token, and all mean "dog".
+# Merges stay inside a word.  Otherwise "dog.", "dog!" and "dog?" would each take a token, three for one meaning.
 # A word is one of these:
 #
 #     a contraction, such as 'll
@@ -120,7 +121,8 @@ def encode_word_plain(word, merges):
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " ", "4", "2", "!"
 
-# In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s also takes the separators \x1c to \x1f.
+# The inside of a class [...] of `re`.  In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s also takes the
+# separators \x1c to \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
@@ -143,8 +145,8 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # Behind the spaces stands nothing, or a character of may_follow: then all spaces are one word.  Anything else takes
-    # the last space as its own.  (In `re` "nothing, or one of xy" is (?![^xy]).)
+    # If nothing follows the spaces, or a character of may_follow, all spaces are one word.  Anything else takes the
+    # last space as its own.  (In `re` "nothing follows, or one of xy" is (?![^xy]).)
     may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -154,14 +156,15 @@ def word_pattern(limit, digits):
 
 
 # BMP, ALL and PART change nothing in the result: they are for speed.  Up to which code point does a pattern know
-# letters and numbers?  BMP leaves out emoji and rare scripts, ALL has them.  `re` has a table for the characters up to
-# U+FFFF.  It compares those beyond with one range after the other.  So a pattern with all ranges takes four times as
-# long, and is used only where a text has such characters.
+# letters and numbers?  BMP leaves out those beyond U+FFFF, of rare scripts; ALL has them.  `re` has a table for the
+# characters up to U+FFFF.  It compares those beyond with one range after the other.  So a pattern with all ranges takes
+# four times as long, and is used only where a text has characters beyond U+FFFF (also emoji, though these are neither
+# letters nor numbers).
 BMP = 0xFFFF
 ALL = 0x10FFFF
-# split_words cuts a text into parts of a little more than 4096 characters (the last may be shorter): then only those
-# with an emoji take the slow pattern.  A part ends before white space that follows something else, because a new word
-# always begins there.
+# split_words cuts a text into parts of 4096 characters and what follows up to the next white space: then only the parts
+# with such characters take the slow pattern.  A part ends before white space that follows something else, because a new
+# word always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -245,7 +248,7 @@ def learn_merges(words, most_merges):
         for p_left in positions.pop(pair):
             p_right = after[p_left]
             if token[p_left] != left or token[p_right] != right:
-                continue            # an earlier merge took one of the two; or, as in "aaa", the place before took the a
+                continue            # an earlier merge took one of the two; or, as in "aaa", position 0 took the a of 1
             p_before = before[p_left]
             p_after = after[p_right]
             id_before = token[p_before]         # -1 where the word begins with left
@@ -466,8 +469,8 @@ class Tokenizer:
         with replace_file(out) as file:
             for part in parts:
                 last = boundary
-                # The order matters: zip asks `part` first.  When that ends, zip takes no further result, which would
-                # belong to the next file
+                # As many results as the part has chunks.  (The order matters: zip asks `part` first.  When that ends,
+                # zip takes no further result, which would belong to the next file)
                 for _, ids in zip(part, results):
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
@@ -512,8 +515,8 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        # About where the text begins: 3 if the ids are [user] [Be kind\n\n] [Hi] ... and the middle is two ids.  (Head
-        # and text are encoded together, so an id may belong to both.)
+        # About where the text begins: at 3, if there is the id of <|user|> and two ids for the system text.  (Head and
+        # text are encoded together, so an id may belong to both.)
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:
             kept = 1

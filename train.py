@@ -1,6 +1,6 @@
 """train.py: pretraining.  Text in, a checkpoint folder out.
 
-    python train.py                          the small model on data/, or on the English inside Python
+    python train.py                          the small model on data/tiny.txt, or on the English inside Python
     python train.py small --data play.txt    on your own text
     python train.py --resume                 go on with an interrupted run: the same bits as if never stopped
     python train.py --resume --steps 2000    give a run more steps
@@ -16,8 +16,8 @@ predict.  A row can be a window of a text, a conversation, an answer that the mo
 learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
 A run is a folder.  A new run first writes its checkpoint of step 0 into a hidden folder.  Then every run, new or old,
-is opened from its folder and goes on from the checkpoint that is there.  After the first evaluation the hidden folder
-takes the run's name: so a start that fails leaves an older run alone.
+is opened from its folder and goes on from the checkpoint that is there.  (After the first evaluation the hidden folder
+takes the run's name: so a start that fails leaves an older run alone.)
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -29,8 +29,8 @@ takes the run's name: so a start that fails leaves an older run alone.
 
 Why a resumed run is exact, bit for bit:
   * A save holds the weights, the optimizer's running means m and v, and the step number, all of the same step.
-  * The batch is a pure function of the seed and the step (in rl.py of the weights, too).  So nothing else need be
-    saved, such as the state of a random generator or a place in a file.
+  * The batch is a pure function of the seed and the step (in rl.py of the weights, too: the model draws the answers).
+    So nothing else need be saved, such as the state of a random generator or a place in a file.
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
@@ -427,8 +427,9 @@ DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
-# Four epochs take big ten minutes.  After eight its loss is 0.02 lower, or 0.05 lower if decay is 0.5, too
-# (docs/results.md).  Small gains nothing by a ninth epoch (tried with 0.3 MB of text).
+# A run without --steps ends after so many epochs at most.  Four take big ten minutes.  After eight its loss is 0.02
+# lower, and with decay 0.5 as well 0.05 lower (docs/results.md).  Small gains nothing by a ninth epoch (tried with
+# 0.3 MB of text).
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -441,10 +442,11 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 
 @dataclasses.dataclass
 class Settings:
-    """What a run is, beside the sizes of its model (Config) and its base.  Two runs with the same of these, of files,
-    code, libraries, kind of machine and number of processes have the same losses, bit for bit (if none of these changed
-    on the way, as --resume allows for some: see apply_options).  Most settings are options.  An option that is missing
-    gets the preset's value, or the best for this machine (make_settings), or the default at the end of its line."""
+    """What a run is, beside the sizes of its model (Config) and its base.  Two runs have the same losses, bit for bit,
+    if these are the same, and also the files, code, libraries, kind of machine and number of processes; and if none of
+    them was changed on the way (--resume allows that for some: see apply_options).  Most settings are options.  An
+    option that is missing gets the preset's value, or the best for this machine (make_settings), or the default at the
+    end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
@@ -759,8 +761,8 @@ def pretraining(training):
     held_out = {kind: text_rows(ids, T) for kind, ids in val.items() if len(ids) > 1}
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
-    # tau = 1 / (lr * decay) steps: over so many the weights are averaged (model_cpu.py, beside AdamW)
-    tau = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)         # in epochs
+    # tau = 1 / (lr * decay) steps, here in epochs (model_cpu.py, beside AdamW)
+    tau = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
           f"{len(tokens):,} tokens to train on; weight decay's tau is {tau:,.3g} epochs at the peak rate.\n"
@@ -796,7 +798,7 @@ def evaluate_folder(options, ranks):
             continue
         with tempfile.TemporaryDirectory() as folder:           # each rank has its own
             training.tokenizer.encode_file(with_plain_lines(path), f"{folder}/ids")
-            # without the token at the end: encode_file puts it there, unless the file ends with a separator
+            # The ids end with the token that ends a text, which the file need not hold: it is not measured
             rows = text_rows(np.fromfile(f"{folder}/ids", "<u2")[:-1], config.context)
         require(rows, f"{path} is too short: it needs two tokens.")
         result = measure(training, {path: rows})
