@@ -47,7 +47,7 @@ class Session:
         self.tokenizer = tokenizer
         self.settings = settings
         self.chat_form = bool(tokenizer.template)
-        # of a text it is the first of TEXT_ENDS that this tokenizer has
+        # what ends an answer; or a text: the first of TEXT_ENDS that this tokenizer has
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
         # how many tokens of the window the turns may fill: in chat form a quarter is left to the answer
         self.room = context - context // 4 if self.chat_form else context

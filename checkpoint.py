@@ -479,8 +479,8 @@ def check_settings(folder, settings, tokenizer):
         # a post-processor may add special tokens to every text
         post = content.get("post_processor") or BYTE_LEVEL
         require(post["type"] == "ByteLevel" or post.get("special_tokens") == {}, f"{post!r:.200} is not known here")
-        # Other classes have word patterns of their own.  GPT2Tokenizer has one in transformers 5, too, which forgets
-        # that SmolLM's digits stand apart; here tokenizer.json decides.
+        # Other classes have word patterns of their own.  (So has GPT2Tokenizer in transformers 5, where it forgets that
+        # SmolLM's digits stand apart.  It is let through: here tokenizer.json decides.)
         classes = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
         name = settings.get("tokenizer_class")
         require(name in classes, f"tokenizer_class {name!r:.80} is not known here")

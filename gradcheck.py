@@ -40,7 +40,7 @@ wrong ones, each with its error, then the right ones.  If the gradient of a func
 the backward computes from it (rope_sign).  If the gradient of a weight is wrong, only the weights of this kind are
 (norm_gain: the five gains).  Either way, the first wrong tensor says where to look.
 
-Why are the weights wide?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
+Why are the weights large?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
 usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
 far smaller than that of v (in TINY 240 to 440 times).  The three share a tensor, so an error in q or k would weigh as
 much less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by
@@ -100,7 +100,7 @@ def slope(loss, weight, index, h):
 # What is checked
 # ------------------------------------------------------------------------------------------------------------
 def make_problem(config, T, std=None):
-    """-> (model, tokens (2,T), targets (2,T+K-1)), drawn at random.  std: draw wide weights with this standard
+    """-> (model, tokens (2,T), targets (2,T+K-1)), drawn at random.  std: draw large weights with this standard
     deviation; None: keep the initial weights.
 
     TINY and T = 7 have 4 query and 2 key/value heads, 2 RoPE frequencies, 3 prediction heads, and a length that is no

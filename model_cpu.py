@@ -59,7 +59,7 @@ from tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Config:
     """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config): dim, hidden and
-    vocab must be multiples of 8, dim a multiple of 2 heads, heads a multiple of kv_heads; a tied head needs predict
+    vocab must be multiples of 8, dim a multiple of 2 * heads, heads a multiple of kv_heads; a tied head needs predict
     1."""
     dim: int                    # C
     heads: int                  # H
@@ -408,8 +408,8 @@ def causal_mask(T, J, dtype):
 def attend(out, P, q, k, v, mask):
     """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Token i takes the share
     P_ij of the value of token j.  The share is large where its query fits the key of j.  A sum of D products of random
-    signs grows as sqrt(D).  With large scores a token would take one value alone.  So the scores are divided by it.
-    Per head, with scale = 1/sqrt(D):
+    signs grows as sqrt(D).  With large scores a token would take one value alone.  So the scores are divided by
+    sqrt(D).  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_l exp(S_il)       out_i = sum_j P_ij v_j
 
@@ -632,7 +632,8 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 # What decay does.  Let u_t be the direction of step t, and a = lr decay.  Then
 #     param_t = (1 - a) param_(t-1) - lr u_t
 #             = (1 - a)^2 param_(t-2) - lr (u_t + (1 - a) u_(t-1))          and so on, down to the initial weights:
-#     param_t = (1 - a)^t param_0 + the sum over s = 1..t of  a (1 - a)^(t-s) (-u_s / decay)        with lr = a / decay
+#     param_t = (1 - a)^t param_0 - lr (the sum over s = 1..t of  (1 - a)^(t-s) u_s)
+#             = (1 - a)^t param_0 + the sum over s = 1..t of  a (1 - a)^(t-s) (-u_s / decay)      since lr = a / decay
 # The factors a (1 - a)^(t-s) add up to 1 - (1 - a)^t.  So the weights are an average of the past steps' directions, and
 # what the sum lacks to 1 is the share of the initial weights.  In this average a step loses all but 1/e of its share
 # within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what was measured).  With the rates of its run the
@@ -657,8 +658,9 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
 # M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the same
-# length.  Why this direction: among all steps with |step @ x| <= |x| for every x (their spectral norm is at most 1) the
-# step -U V^T lowers the loss fastest.
+# length.  Why this direction: take all steps with |step @ x| <= |x| for every x (their spectral norm is at most 1).  To
+# first order the loss changes by the sum of M * step.  For such a step that is at least minus the sum of M's singular
+# values, and -U V^T reaches it: it lowers the loss fastest.
 #
 # No singular values need be computed.  (U, S and V are those of the decomposition here, not vocabulary or scores.)
 # Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,

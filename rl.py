@@ -82,7 +82,8 @@ def reinforce_weights(rewards):
 # the model with which the run begins.  beta (log pi - log ref) says how much more probable an answer has become since
 # then; DPO takes it as the model's own reward for the answer.  Why: let r be any reward, and look for the pi with the
 # largest  sum_a pi(a) r(a) - beta KL,  where KL = sum_a pi(a) (log pi(a) - log ref(a)) measures how far pi is from ref.
-# The derivative by each pi(a) must be the same number c (as the pi(a) add up to 1):
+# At the best pi nothing is gained by moving a little probability from one answer to another.  So the derivative by each
+# pi(a) is the same number c:
 #     r(a) - beta (log pi(a) - log ref(a)) - beta = c,   so   r(a) = beta (log pi(a) - log ref(a)) + c + beta
 # and c + beta falls out of z, the difference of two answers' rewards.
 # The chance that the model agrees with the choice is taken to be sigmoid(z), as Bradley & Terry (1952) have it
@@ -358,8 +359,8 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    # The names in the first record.  Our own records serve both methods (script.write_records): without --method they
-    # mean REINFORCE.
+    # The names in the first record.  With "chosen" and no "output" it is a pair, for DPO.  (Our own records have both:
+    # script.write_records.)
     names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"

@@ -687,10 +687,10 @@ def write_records(path, conversations):
 
 def make_english():
     """Write data/english.txt: 1.5 MB of English that every interpreter carries, the language reference
-    (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose, each in one
-    document.  A question is the path of a file and the name of a function or class in it, such as random/seed.  Its
-    answer is the first paragraph of the documentation.  Only paragraphs that are too short for the text, or no prose,
-    are taken.  So hardly any answer was learned before."""
+    (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose.  One that comes
+    again in another documentation is left out.  A question is the path of a file and the name of a function or class in
+    it, such as random/seed.  Its answer is the first paragraph of the documentation.  Only paragraphs that are too
+    short for the text, or no prose, are taken.  So hardly any answer was learned before."""
     from pydoc_data.topics import topics
     texts = [*topics.items()]                               # (name, documentation); the name of a topic has no slash
     library = dirname(os.__file__)

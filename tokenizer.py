@@ -111,10 +111,12 @@ def encode_word_plain(word, merges):
 #
 #     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 #
-# \s+(?!\S) is white space that no word follows.  If a word does follow, `re` gives back the last character:
+# \s+(?!\S) is white space that no word follows.  If a word does follow, `re` gives back the last character.  A space
+# then goes to the next word; a tab or a line end is a word by itself, which the last \s+ takes:
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " 42", "!"
-#     "a   b"           ->  "a", "  ", " b"           the last space goes to the next word
+#     "a   b"           ->  "a", "  ", " b"
+#     "a\n\nb"          ->  "a", "\n", "\n", "b"
 #
 # SmolLM (a small model of Hugging Face) and others split a text at its numbers first, and each digit is a word.  So the
 # space before a number is a word of its own:
@@ -145,8 +147,8 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # If nothing follows the spaces, or a character of may_follow, all spaces are one word.  Anything else takes the
-    # last space as its own.  (In `re` "nothing follows, or one of xy" is (?![^xy]).)
+    # White space is one word where the text ends behind it, or (SmolLM) a digit comes.  Before anything else its last
+    # character is given back.  (?![^xy]) of `re` says: nothing follows, or an x or a y.
     may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -203,8 +205,9 @@ def count_words(texts):
 
 def learn_merges(words, most_merges):
     """What `learn_merges_plain` does, faster.  All words stand in one long row of ids, each word once, with its count
-    as a weight.  Each pair knows the positions where it has stood.  So a merge visits only these, skips those where the
-    pair is gone, and corrects the counts of the pairs beside the others.  A heap gives the most frequent pair.
+    as a weight.  Each pair knows the positions where it has stood.  So a merge visits only these, and skips those where
+    the pair is gone.  At each of the rest it corrects the counts of the pairs on both sides.  A heap gives the most
+    frequent pair.
 
     Why it is fast: for a row of n bytes `positions` has n entries at first, and gets two more wherever two ids merge.
     There are fewer than n such places, because each takes an id out of the row.  So all merges together visit fewer
@@ -248,7 +251,9 @@ def learn_merges(words, most_merges):
         for p_left in positions.pop(pair):
             p_right = after[p_left]
             if token[p_left] != left or token[p_right] != right:
-                continue            # an earlier merge took one of the two; or, as in "aaa", position 0 took the a of 1
+                # An earlier merge took one of the two; or, as in "aaa" for (a, a), the merge at position 0 took the a
+                # at position 1, where the pair stood as well
+                continue
             p_before = before[p_left]
             p_after = after[p_right]
             id_before = token[p_before]         # -1 where the word begins with left
@@ -433,7 +438,7 @@ class Tokenizer:
 
     @classmethod
     def train_files(cls, files, vocab_size, progress=None):
-        """Learn from files, on all cores.  The memory holds each different word once, 300,000 of 100 MB, say.  files,
+        """Learn from files, on all cores.  The memory holds each different word once: about 300,000 for 100 MB.  files,
         progress: as for `encode_files`, with chunks of 4 MiB.  Lines that hold only <|endoftext|> separate documents
         and are not learned from."""
         chunks = [chunk for file in files for chunk in find_chunks(file, 4 * CHUNK, find_cut)]
@@ -456,9 +461,8 @@ class Tokenizer:
             two
 
         A line that holds only <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in
-        TEXT_ENDS), and the line ends beside it go.  (If a part begins with line ends, because split_point has cut
-        behind the separator before them, they stay.)  The last document of each file ends with that id, too.
-        There are no empty documents.
+        TEXT_ENDS), and the line ends beside it go (but not those with which a part begins).  The last document of
+        each file ends with that id, too.  There are no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -515,8 +519,8 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        # About where the text begins: at 3, if there is the id of <|user|> and two ids for the system text.  (Head and
-        # text are encoded together, so an id may belong to both.)
+        # How many ids stand before the text, such as 3: that of <|user|> and two of the system text.  (Head and text
+        # are encoded together, so an id may belong to both, and this is only about right.)
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:
             kept = 1

@@ -15,9 +15,8 @@ A row is a pair (ids, mask).  ids are the tokens that the model reads, and mask 
 predict.  A row can be a window of a text, a conversation, an answer that the model has drawn, or a sentence.  A step
 learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
-A run is a folder.  A new run first writes its checkpoint of step 0 into a hidden folder.  Then every run, new or old,
-is opened from its folder and goes on from the checkpoint that is there.  (After the first evaluation the hidden folder
-takes the run's name: so a start that fails leaves an older run alone.)
+A run is a folder.  A new run first writes its checkpoint of step 0.  Then every run, new or old, is opened from its
+folder and goes on from the checkpoint that is there.
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -196,8 +195,8 @@ def train(training, job, stop):
     The first pass of the loop makes no step.  It only evaluates: at step 0 of a new run, and at the step of a resumed
     run if that is one to be evaluated.
 
-    The numbers of a step are read and shown, the run is saved, or it stops, only now and then, because to read a number
-    from a GPU the host must wait for it:
+    After some steps their numbers are read and shown, the run is saved, or it stops.  To read a number from a GPU the
+    host must wait for it: so a GPU's numbers are read less often.
 
                           numbers are read          saved                         stopped, after a signal
         a CPU             after every step          before an evaluation, every   after this step
@@ -244,7 +243,8 @@ def train(training, job, stop):
         if step == first:
             ranks.meet()                            # all have read the new folder: now it may be renamed
             if ranks.rank == 0:
-                # which gives the folder of a new run its name
+                # Until now the folder of a new run was a hidden one.  open_log gives it the run's name: so a start that
+                # fails leaves an older run of this name alone
                 log = checkpoint.open_log(training.out, first)
         if evaluating and log:
             log.write(step=step, **record)
@@ -295,8 +295,8 @@ def learning_rate(step, settings):
 
 
 def report(training, log, waiting, pause):
-    """Wait for the numbers of these steps, log them, and show them (print_step).  The seconds are those of the last
-    one.  FloatingPointError if a number is not finite.  Before a save or a stop the weights are checked, too."""
+    """Wait for the numbers of these steps, log them, and show them (print_step).  All get the time of the last
+    step.  FloatingPointError if a number is not finite.  Before a save or a stop the weights are checked, too."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
@@ -455,7 +455,7 @@ class Settings:
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     eval_every: int = setting(whole_number(1), "steps from one evaluation to the next")
     save_every: int = setting(whole_number(1), "steps from one save to the next")
-    device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU; to evaluate a GPU, if any")
+    device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU; with --evaluate the GPU, if any")
     precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
     # a micro-batch is cut into this many slices, and each has a core; another number sums in another order
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
@@ -595,7 +595,7 @@ def go(script, options, out, begin, make_job):
             print(f"\nerror: {error}", file=sys.stderr)
             return 1
         if code:                                    # a signal has stopped the run
-            reward = training.settings.reward       # a function of the reader's own is named again
+            reward = training.settings.reward       # one from a file must be named again
             print(f"Saved {out} at step {training.model.step}. Go on with: python {script} --resume "
                   f"--out {shlex.quote(out)}{' --reward ' + reward if ':' in reward else ''}", file=sys.stderr)
         return code
