@@ -42,9 +42,9 @@ the backward computes from it (rope_sign).  If the gradient of a weight is wrong
 
 Why are the weights large?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
 usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
-far smaller than that of v (in TINY 240 to 440 times).  The three share a tensor, so an error in q or k would weigh as
-much less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by
-themselves.)
+far smaller than that of v (in TINY 240 to 440 times).  The three share a tensor, so an error in q or k would weigh
+so many times less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's
+gradients by themselves.)
 
 What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
 Examples are RoPE on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one.  f is a different

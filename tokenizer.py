@@ -283,7 +283,8 @@ def learn_merges(words, most_merges):
 # ------------------------------------------------------------------------------------------------------------
 def encode_word(ids, rank_of, made_by):
     """The ids of one word's bytes -> the ids of its tokens.  Of the merges that fit, the one that was learned first
-    is done, at its leftmost place, until none fits.
+    is done, at its leftmost place, until none fits.  (These are the ids of `encode_word_plain`: a merge makes pairs
+    that only later merges glue, so the first one that fits is also the next one there.)
 
     ids: with -1 at both ends.  -1 merges with nothing, so each id that can merge has two neighbours;
     rank_of: {(left id, right id): the rank of their merge, 0 for the one that was learned first};

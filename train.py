@@ -29,7 +29,8 @@ folder and goes on from the checkpoint that is there.
 Why a resumed run is exact, bit for bit:
   * A save holds the weights, the optimizer's running means m and v, and the step number, all of the same step.
   * The batch is a pure function of the seed and the step (in rl.py of the weights, too: the model draws the answers).
-    So nothing else need be saved, such as the state of a random generator or a place in a file.
+    So nothing else need be saved, such as the state of a random generator or a place in a file.  (DPO also saves the
+    log-probabilities of its reference, because the trained weights cannot give them any more.)
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
@@ -226,11 +227,11 @@ def train(training, job, stop):
 
             # The step is done.  Now and then: read numbers, save, stop
             saving = evaluating or step % settings.save_every == 0
-            pause = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
-            if pause or settings.device == "cpu" or step % REPORT_EVERY == 0:
+            must_read = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
+            if must_read or settings.device == "cpu" or step % REPORT_EVERY == 0:
                 stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
                 training.state["seconds"] = time.monotonic() - began
-                report(training, log, waiting, pause or stopping)
+                report(training, log, waiting, must_read or stopping)
                 waiting = []
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
@@ -294,15 +295,16 @@ def learning_rate(step, settings):
     return settings.lr * (share + (1 - share) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def report(training, log, waiting, pause):
+def report(training, log, waiting, saving):
     """Wait for the numbers of these steps, log them, and show them (print_step).  All get the time of the last
-    step.  FloatingPointError if a number is not finite.  Before a save or a stop the weights are checked, too."""
+    step.  FloatingPointError if a number is not finite.  saving: a save or a stop follows, so the weights are checked,
+    too."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
     for step, tokens, lr, note, wait_for_numbers in waiting:
         losses, norm = [np.asarray(array).tolist() for array in wait_for_numbers()]
-        last = pause and step == model.step
+        last = saving and step == model.step
         weights = model.read(model.flat_params) if last else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
             raise FloatingPointError(f"step {step} is not finite (loss {losses[0]}, gradient norm {norm}).  "
@@ -428,7 +430,7 @@ DEFAULTS = {
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
 # A run without --steps ends after so many epochs at most.  Four take big ten minutes.  After eight its loss is 0.02
-# lower, and with decay 0.5 as well 0.05 lower (docs/results.md).  Small gains nothing by a ninth epoch (tried with
+# lower, or 0.05 lower if --decay is 0.5, too (docs/results.md).  Small gains nothing by a ninth epoch (tried with
 # 0.3 MB of text).
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
