@@ -593,7 +593,7 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
     divisor   (K,)     the number of the head's targets in the whole step, at least 1; in rl.py inf for further heads
-    weights   (N,1)    w, of the rows; or 1
+    weights   (N,1)    w, of each token, the same within a text; or 1
 
     Returns nll (N,K)."""
     logits -= logits.max(axis=-1, keepdims=True)
@@ -667,9 +667,9 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
 # With (a, b, c) = NEWTON_SCHULZ, found by a search for a large slope at 0 (Jordan et al. 2024), five rounds bring all s
-# from 0.0016 to 1 into [0.68, 1.21].  (0.0016 is the smallest that gets there.  Smaller ones end lower: near 0 each
-# round multiplies s by a = 3.4.)  Near 1 a round moves s up and down within these bounds.  So U V^T is reached only
-# roughly, which trains as well (Jordan et al. 2024).
+# from 0.0016 to 1 into [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a
+# round moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al.
+# 2024).
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: the singular vectors of M, and each singular value s / |M| after five rounds
     of the polynomial."""

@@ -28,9 +28,10 @@ folder and goes on from the checkpoint that is there.
 
 Why a resumed run is exact, bit for bit:
   * A save holds the weights, the optimizer's running means m and v, and the step number, all of the same step.
-  * The batch is a pure function of the seed and the step (in rl.py of the weights, too: the model draws the answers).
-    So nothing else need be saved, such as the state of a random generator or a place in a file.  (DPO also saves the
-    log-probabilities of its reference, because the trained weights cannot give them any more.)
+  * The batch is a pure function of the seed and the step (in rl.py of the weights, too: REINFORCE draws its answers,
+    and DPO measures its pairs with them).  So nothing else need be saved, such as the state of a random generator or a
+    place in a file.  (DPO also saves the log-probabilities of its reference, because the trained weights cannot give
+    them any more.)
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
