@@ -58,7 +58,7 @@ from tokenizer import CHAT_TEMPLATE, CHATML, END_OF_TURN
 # becomes, in our template, a row of these ids; "learned" marks those with mask True:
 #
 #     <|user|>Be kind\n\nHi<|end|><|assistant|>Yo<|end|><|user|>Who are you?<|end|><|assistant|>A model.<|end|>
-#                                              |learned|                                      |--learned---|
+#                                              |learned|                                        |---learned---|
 def make_row(tokenizer, conversation, T):
     """A conversation -> (ids (n,), mask (n,)), n <= T + 1: T inputs, and the target of the last one.  A longer
     conversation loses its end, because a turn makes sense only after those before it.  The mask is True for the

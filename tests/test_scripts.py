@@ -12,6 +12,7 @@ import pytest
 from cases import once_a_module, parametrize, put, value_error, write
 from runs import TEXT, TINY, read_log, refused, run
 
+import checkpoint
 import script
 import tokenizer
 from model_cpu import CONFIGS
@@ -231,3 +232,7 @@ def test_sizes_that_do_not_fit(size):
         dataclasses.replace(CONFIGS["small"], **{name: json.loads(value)})
 
 
+def test_a_preset_that_is_named_beside_a_base_gives_its_defaults(folder):
+    run("sft.py medium --base m --data pairs.json --steps 1 --device cpu --out s", folder)
+    settings = checkpoint.read_state(folder / "s")[0]["settings"]
+    assert (settings["preset"], settings["lr"]) == ("medium", 5e-4)
