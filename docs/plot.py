@@ -18,7 +18,7 @@ except ImportError:
 import checkpoint
 import model_cpu
 import numpy as np
-from script import require, run_script, visible
+from script import refusing, run_script, visible
 
 
 def losses(folders):
@@ -52,14 +52,14 @@ def attention(model, ids, tokens):
 
 
 def main(argv):
-    require(len(argv) > 1, "name a picture (losses, lens or attention) and a folder.")
-    picture, folder, *others = argv
-    if picture == "losses":
-        losses([folder, *others])
-    else:
-        model, tokenizer = checkpoint.load(folder, model_cpu)
-        tokens = np.array([*map(visible, tokenizer.tokens)])
-        globals()[picture](model, np.array([tokenizer.encode(*others)]), tokens)
+    with refusing("name a picture (losses, lens or attention), a folder, and for the last two a text"):
+        picture, folder, *others = argv
+        if picture == "losses":
+            losses([folder, *others])
+        else:
+            model, tokenizer = checkpoint.load(folder, model_cpu)
+            tokens = np.array([*map(visible, tokenizer.tokens)])
+            globals()[picture](model, np.array([tokenizer.encode(*others)]), tokens)
     pyplot.savefig(f"{picture}.png", bbox_inches="tight")
     print(f"Wrote {picture}.png")
 

@@ -51,3 +51,5 @@ def test_pictures(tmp_path):
     for arguments in ["losses", "."], ["lens", ".", "a cat"], ["attention", ".", "a cat"]:
         subprocess.run([sys.executable, f"{bench.ROOT}/docs/plot.py", *arguments], cwd=tmp_path, check=True)
         assert (tmp_path / f"{arguments[0]}.png").exists()
+    refused = subprocess.run([sys.executable, f"{bench.ROOT}/docs/plot.py", "heads", "."], cwd=tmp_path, capture_output=True)
+    assert refused.returncode == 2 and refused.stderr.startswith(b"error: name a picture")
