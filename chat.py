@@ -78,6 +78,7 @@ class Session:
         there."""
         text, answer = self.turns[-1]
         ids = self.ids()
+        self.asked = ids[:len(ids) - len(answer)]       # what the model has read before the answer, for print_tokens
         if not answer:
             if len(ids) >= self.room:
                 print(f"note: the model reads {self.room} tokens at most here; of a longer text it reads the end.",
@@ -125,18 +126,19 @@ COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
     among all tokens.  The text is read once more for that.  (Of a text longer than the window only the last window is
-    printed.  The first half of that window was drawn with more text before it than is read here, so its colours are
-    not exact.)"""
+    printed.  When the window was full, it moved on by a half.  So the tokens of its first half were drawn with more
+    text before them than is read here, and their colours are only about right.)"""
     if not session.turns or not session.turns[-1][1]:
         return                      # there is no answer yet
     _, answer = session.turns[-1]
-    ids = session.ids()
+    ids = session.asked + answer
     # T ids that are read, and the last one
     ids = ids[model_cpu.window_start(len(ids) - 1, session.model.config.context):]
     session.model.decoder.forget()
     logits = session.model.decoder.extend(ids[:-1])[:, 0, :session.tokenizer.vocab_size]        # (T,V) of head 0
     p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))                     # softmax
-    for t, token in list(enumerate(ids[1:]))[-len(answer):]:
+    for t in range(max(0, len(ids) - 1 - len(answer)), len(ids) - 1):
+        token = ids[t + 1]
         text = visible(session.tokenizer.tokens[token])
         colour = next(colour for least, colour in COLOURS if p[t, token] >= least)
         print(f"\x1b[{colour}m{text}\x1b[0m", end="")

@@ -205,8 +205,8 @@ def read_config(folder, context=None):
     keys = read_json(path)
     with refusing(f"{path} cannot be used"):
         keys = {key: value for key, value in keys.items() if value is not None}
-        # Where rope_theta may stand: in rope_scaling; if that is missing, in rope_parameters; else at the top.
-        # This is the order of transformers.  What stands there replaces what stands at the top.
+        # rope_theta stands at the top, or in rope_scaling, or in rope_parameters.  As in transformers, the values of
+        # rope_scaling (if it is missing: of rope_parameters) replace those at the top.
         keys.update(keys.get("rope_scaling") or keys.get("rope_parameters", {}))
         keys.setdefault("rope_type", keys.get("type", "default"))
         sizes = {ours: keys[theirs] for theirs, ours in LLAMA_SIZES.items()}
@@ -255,7 +255,7 @@ def save(folder, model, tokenizer, state, chat=False):
     the model was fine-tuned to answer, in the tokenizer's template or in ours.
 
     Atomic: if the process is killed at any moment, or the disk is full (OSError), the folder holds a whole checkpoint
-    of one step."""
+    of one step, that of this save or that of the one before (none, if it was the first)."""
     tokenizer.save(f"{folder}/tokenizer.json")
     end = tokenizer.end_of_turn if chat else tokenizer.special_id(*TEXT_ENDS)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
@@ -413,22 +413,23 @@ def begun_folder(out):
     return join(parent, f".{name}.begun")
 
 
-def open_log(out, step):
+def open_log(out, step, evaluated):
     """-> the Log of a run.  A new run takes the name of its folder only now, after its first evaluation: if it fails
     before, as by a reward that raises an error, an older run of this name stays where it is."""
     if exists(begun_folder(out)):
         set_aside(out)
         os.rename(begun_folder(out), out)
-    return Log(out, step)
+    return Log(out, step, evaluated)
 
 
 class Log:
     """log.jsonl: one JSON object for each step and one for each evaluation, written as they happen.
 
     A log is opened at the step from which a run goes on.  Records of later steps are cut off, so that the log of a
-    resumed run has each step once.  The kept records are not rewritten.  So a kill at any moment loses none of them.
-    ValueError for a line that is no record."""
-    def __init__(self, folder, step):
+    resumed run has each step once.  If the run was evaluated once more at this step, the older evaluation is cut off,
+    too.  The kept records are not rewritten.  So a kill at any moment loses none of them.  ValueError for a line that
+    is no record."""
+    def __init__(self, folder, step, evaluated):
         self.path = f"{folder}/log.jsonl"
         kept = 0
         with open(self.path, "ab+") as file:
@@ -440,8 +441,7 @@ class Log:
                 with refusing(f"{self.path}, line {number}, is no record of a run: "
                               "move the file away to begin another"):
                     record = json.loads(line)
-                    # the evaluation at this step comes again
-                    if record["step"] > step or record["step"] == step and "loss" not in record:
+                    if record["step"] > step or evaluated and record["step"] == step and "loss" not in record:
                         break
                 kept += len(line)
             file.truncate(kept)
@@ -479,8 +479,8 @@ def check_settings(folder, settings, tokenizer):
         # a post-processor may add special tokens to every text
         post = content.get("post_processor") or BYTE_LEVEL
         require(post["type"] == "ByteLevel" or post.get("special_tokens") == {}, f"{post!r:.200} is not known here")
-        # Other classes have word patterns of their own.  (So has GPT2Tokenizer in transformers 5, where it forgets that
-        # SmolLM's digits stand apart.  It is let through: here tokenizer.json decides.)
+        # Other classes have word patterns of their own.  (So has GPT2Tokenizer in transformers 5, which does not keep
+        # SmolLM's digits apart.  We go by tokenizer.json.)
         classes = None, "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"
         name = settings.get("tokenizer_class")
         require(name in classes, f"tokenizer_class {name!r:.80} is not known here")
@@ -494,8 +494,8 @@ def check_settings(folder, settings, tokenizer):
         names = [tokenizer.decode([i]) for i in tokenizer.special.values()]
         for token in tokens:
             entry = token if isinstance(token, dict) else {"content": token}
-            # transformers must find the token as it is written, without the spaces beside it.  No text is normalized,
-            # so the flag "normalized" may have any value.
+            # transformers must find the token as it is written, without the spaces beside it: each flag that the entry
+            # gives must be that of SPECIAL.  No text is normalized, so the flag "normalized" may have any value.
             flags = {**SPECIAL, **entry, "normalized": False}
             require(entry["content"] in names and flags == {**entry, **SPECIAL},
                     f"tokenizer.json has no special token {token!r:.200}")

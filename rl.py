@@ -13,10 +13,9 @@ without decay (with Muon DPO ranked fewer held-out pairs right: docs/notes.md).
 The one line of mathematics.  Let p be the softmax at one position, and y the token that the answer has there.  Then for
 every method the gradient with respect to the logits is (derived beside cross_entropy_backward in model_cpu.py)
 
-    d loss / d logits = w (p - onehot(y)) / N       onehot(y): 1 at y, else 0; w: one number for a whole answer;
-                                                    N: the step's learned tokens
-                                                    (DPO divides by its pairs instead: section 4 puts that into w)
+    d loss / d logits = w (p - onehot(y)) / N
 
+w is one number for a whole answer, onehot(y) is 1 at y and else 0, and N is the number of the step's learned tokens.
 Pretraining and fine-tuning have w = 1 for head 0: make the text more probable.  REINFORCE and DPO only choose another
 w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 
@@ -60,7 +59,7 @@ GROUP = 16                  # answers to one prompt
 #     dJ = sum_a d pi(a) r(a) = sum_a pi(a) r(a) d log pi(a)          (r does not depend on the weights)
 # which is the expected value of r d log pi(a).  The mean over some drawn answers estimates it.
 # A baseline b, any number that does not depend on the answer, may be subtracted from r, because
-#     sum_a pi(a) b d log pi(a) = b d sum_a pi(a) = b d 1 = 0.
+#     sum_a pi(a) b d log pi(a) = b sum_a d pi(a) = b d(sum_a pi(a)) = b d(1) = 0.
 # We take for b the mean reward of the group, which is the g = GROUP answers to one prompt.  So an answer counts by how
 # much better it is than the others, and the noise is far smaller.  This b does depend on the answer, because the
 # answer's own r is a part of the mean:
@@ -71,7 +70,7 @@ GROUP = 16                  # answers to one prompt
 #     log pi(a) = sum over its tokens of log p[y]
 #     d loss / d logits = 1/N (r - b) (p - onehot(y))
 # The estimate of dJ is a mean over answers, so it would divide by their number.  The loop of train.py divides by N, the
-# number of their tokens.  This changes only the length of a step, not its direction.
+# number of their tokens.  This changes only the length of the step's gradient, not its direction.
 def reinforce_weights(rewards):
     """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
     by_group = np.reshape(rewards, (-1, GROUP))
@@ -85,12 +84,12 @@ def reinforce_weights(rewards):
 # At the best pi nothing is gained by moving a little probability from one answer to another.  So the derivative by each
 # pi(a) is the same number c:
 #     r(a) - beta (log pi(a) - log ref(a)) - beta = c,   so   r(a) = beta (log pi(a) - log ref(a)) + c + beta
-# and c + beta falls out of z, the difference of two answers' rewards.
+# and c + beta is the same for both answers of a pair.  So it falls out of z = r(chosen) - r(rejected).
 # The chance that the model agrees with the choice is taken to be sigmoid(z), as Bradley & Terry (1952) have it
 # for the difference of two scores, and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
 #     loss = 1/n sum of -log sigmoid(z)                                       over n pairs
-#     d loss / dz = -sigmoid(-z) / n
+#     d loss / dz = -sigmoid(-z) / n              because log sigmoid(z) = -log(1 + e^-z), whose slope is sigmoid(-z)
 #     dz / d log pi_c = beta
 #     dz / d log pi_r = -beta
 # And d(-log pi) / d logits = p - onehot(y) at each token of the answer.  So, without 1/n (which section 4 puts in),
@@ -126,18 +125,12 @@ def sentence(prompt, answer, tokens, ended):
     return float(ended and 5 <= tokens <= 24 and re.fullmatch(r"[^.!?]+[.!?]", answer) is not None)
 
 
-def echo(prompt, answer, tokens, ended):
-    """1 if a word of the question, of five letters or more, stands in the answer, alone or within a longer word."""
-    words = re.findall(r"[^\W\d_]{5,}", prompt.lower())
-    return float(any(word in answer.lower() for word in words))
-
-
 def short(prompt, answer, tokens, ended):
     """The fewer tokens the better.  0 for an empty answer, or one that did not end."""
     return 1 - tokens / ANSWER_TOKENS if tokens and ended else 0.0
 
 
-REWARDS = {"sentence": sentence, "echo": echo, "short": short}
+REWARDS = {"sentence": sentence, "short": short}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -204,10 +197,10 @@ def reinforce_job(training, reward):
             print("note: for each held-out prompt all answers have the same reward.\n"
                   "A step learns nothing if this is so for its prompts, too.")
         losses = train.row_losses(training, rows)
-        # Measure the same rows with the base's weights, then put the model's back (write forgets the KV cache).  (The
-        # base lies in the host's memory.  A second model on a GPU would take as much of its memory again.)  The mean of
-        # log pi - log base over answers drawn from pi estimates the KL divergence of pi from the base.
-        weights = model.read(model.flat_params).copy()
+        # The mean of log pi - log base over answers drawn from pi estimates the KL divergence of pi from the base.  So
+        # measure the same rows with the base's weights, too, then put the model's back.  (A second model on a GPU would
+        # take as much of its memory again.)
+        weights = model.read(model.flat_params).copy()      # on a CPU `read` gives the very array that `write` changes
         model.write(model.flat_params, base.flat_params)
         kl = (train.row_losses(training, rows) - losses).sum() / train.count_learned(rows)
         model.write(model.flat_params, weights)
@@ -233,7 +226,8 @@ def pair_rows(tokenizer, pair, T):
     for answer in (chosen, rejected):
         conversation = system, [*turns[:-1], (question, answer)]
         ids, mask = sft.make_row(tokenizer, conversation, T)
-        end_of_prompt = np.flatnonzero(~mask)[-1]   # the mask has the answers of all turns
+        # the mask has the answers of all turns; behind the last id that is not learned stands the last answer
+        end_of_prompt = np.flatnonzero(~mask)[-1]
         rows.append((ids, np.arange(len(ids)) > end_of_prompt))
     return rows
 

@@ -34,7 +34,7 @@ import traceback
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
-from os.path import dirname, exists, getmtime, getsize, isdir, isfile
+from os.path import dirname, exists, getmtime, getsize, isdir, isfile, splitext
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, but an error message is one sentence, without ten lines about usage before it."""
     def parse_args(self, arguments):
         for argument in arguments:
-            if argument.endswith("=--"):        # which argparse takes for an option with an empty list of values
+            if argument.endswith("=--"):        # argparse takes --data=-- for --data without a value
                 self.error(f"{argument} has no value")
         return super().parse_args(arguments)
 
@@ -373,7 +373,7 @@ def make_turns(record):
     ValueError for another record."""
     if isinstance(record, list):
         record = {"messages": record}
-    # the last form is not read here; its names are for the error
+    # nothing fits the last form: it only tells the reader of the error what rl.py can read
     check_names(record, "instruction and output", "prompt and completion", "messages",
                 "for rl.py prompt, chosen, rejected")
     if "messages" in record:
@@ -445,7 +445,7 @@ def find_corpus(preset):
 
 def tokenizer_sample(parts):
     """What a tokenizer is trained on: all of these parts of files, (path, 0, end).  If they are more than 100 MB, it is
-    about a hundred pieces of 1 MB from all over them.  These show which pairs are frequent as well as gigabytes do."""
+    about a hundred pieces of 1 MB from all over them.  These show as well as gigabytes which pairs are frequent."""
     total = sum(end for *_, end in parts)
     if total <= 100_000_000:
         return parts
@@ -560,7 +560,7 @@ def work(chunk):
 # A process of a run is called a rank.  Each rank has all the weights and takes its slice of a step's rows.  The loss is
 # a sum over all targets, divided by their number in the whole step.  So its gradient is the sum of the gradients of the
 # slices.  The ranks add up their gradients (an all-reduce) and make the same update, so the weights stay the same on
-# all ranks.  Only rank 0 prints, logs and saves.
+# all ranks.  Only rank 0 prints (and a rank that fails), logs and saves.
 #
 # MPI starts the ranks, carries their messages, and ends all ranks when one dies.  Between GPUs NVIDIA's NCCL sums the
 # gradient (model_gpu.py).
@@ -657,11 +657,13 @@ def check_config(c):
 # Conversations from a play, and a text from Python's documentation.  A text data/NAME.txt has questions and answers,
 # data/NAME-chat.json, from which sft.py and rl.py learn.
 def find_records(path):
-    """-> the path of the conversations that go with the text at `path`.  If that file is missing, it is made from the
-    text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a question, and the next speech its
-    answer.  Only the end of the play is used, a little less than pretraining holds out (tokenizer.split_point: 100 kB,
-    or a tenth).  If `path` is a file of records, it is returned as it is."""
-    records = path.replace(".txt", "-chat.json")
+    """-> the path of the conversations that go with the text at `path`: play.txt has play-chat.json.  If that file is
+    missing, it is made from the text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a
+    question, and the next speech its answer.  Only the end of the play is used, a little less than pretraining holds
+    out (tokenizer.split_point: 100 kB, or a tenth).  If `path` is a file of records, it is returned as it is."""
+    if holds_records(path):
+        return path
+    records = splitext(path)[0] + "-chat.json"
     if not exists(records):
         text = read_chunk(with_plain_lines(path))
         held_out = text[-min(90_000, len(text) // 11):].decode("utf-8", "replace").strip()

@@ -19,9 +19,7 @@ of its three steps).  The prompt still takes part: the answer attends to it.  So
 positions, too, through their keys and values.
 
 Read before it: train.py.  Its rows, its loop and its folders of runs are used here unchanged.  Model, loss and
-optimizers are the same, too.  The optimizer is Muon, also where the base was trained with AdamW: it begins with empty
-moments.  The default rate of small suits AdamW as well: both optimizers reach the same loss (docs/notes.md).  From top
-to bottom:
+optimizers are the same, too.  From top to bottom:
 
     1. rows            conversations -> ids, and the mask that says what is learned
     2. batches         rows of about one length together; the seed decides which batch comes at which step
@@ -106,7 +104,7 @@ def plan_epoch(rows, T, batch_tokens, seed, epoch):
 # ------------------------------------------------------------------------------------------------------------
 # 3. The job
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 150         # of an answer that an evaluation prints, at most
+SHOWN_TOKENS = 150          # of an answer that an evaluation prints, at most
 
 
 def fine_tuning_job(training):
@@ -132,7 +130,7 @@ def fine_tuning_job(training):
 
     def evaluate(step):
         return {**train.measure(training, {"responses": held_out}),
-                "samples": train.draw_samples(training, prompts, ANSWER_TOKENS)}
+                "samples": train.draw_samples(training, prompts, SHOWN_TOKENS)}
 
     return train.Job(batch, evaluate)
 
@@ -164,14 +162,16 @@ def hold_out(items, openings, seed):
 
 
 def find_data(preset, base):
-    """The files to learn from when none are named.  For medium and big they are data/instructions*.json, if
-    `fetch_data.sh instructions` has brought them.  Otherwise they depend on the base.  If it was pretrained on a text,
-    they are the records that go with this text (of a play: a speech and the next one; script.find_records); if it was
-    fine-tuned on records, they are these records.
+    """The files to learn from when none are named:
+
+        medium, big                         data/instructions*.json, if `fetch_data.sh instructions` has brought them
+        else a base that train.py made      the records that go with its text (of a play: a speech and the next one;
+                                            script.find_records)
+             a base that sft.py made        the records that it was fine-tuned on
 
     The record of a base names the files.  A stranger's folder could name a private file of yours, which the model would
-    learn and then tell.  So a file is learned only if the record has its fingerprint, which nobody can make who does
-    not have the file."""
+    learn and then tell.  So a file is learned only if the record has its fingerprint, too.  To make that, one must have
+    the file."""
     instructions = sorted(glob.glob("data/instructions*.json"))
     if preset != "small" and instructions:
         return instructions
@@ -187,8 +187,8 @@ def find_data(preset, base):
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
 # Steps (0: as many as the epochs take), tokens a step, learning rate, steps of warmup, steps from one evaluation and
-# save to the next: the arguments of train.defaults.  Chosen by short runs with AdamW; with Muon small reaches the same
-# loss (docs/notes.md).
+# save to the next: the arguments of train.defaults.  Chosen by short runs with AdamW.  The default is Muon, also where
+# the base was trained with AdamW: with it small reaches the same loss (docs/notes.md).
 DEFAULTS = {
     #                      steps, batch_tokens, lr, warmup, every
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},

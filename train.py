@@ -28,13 +28,13 @@ folder and goes on from the checkpoint that is there.
 
 Why a resumed run is exact, bit for bit:
   * A save holds the weights, the optimizer's running means m and v, and the step number, all of the same step.
-  * The batch is a pure function of the seed and the step (in rl.py of the weights, too: REINFORCE draws its answers,
-    and DPO measures its pairs with them).  So nothing else need be saved, such as the state of a random generator or a
-    place in a file.  (DPO also saves the log-probabilities of its reference, because the trained weights cannot give
-    them any more.)
+  * The batch is a pure function of the seed and the step.  So nothing else need be saved, such as the state of a random
+    generator or a place in a file.
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
+  * (In rl.py the batch depends on the weights, too: REINFORCE draws its answers, and DPO measures its pairs with them.
+    And DPO also saves the log-probabilities of its reference, which the trained weights cannot give any more.)
 The code, the libraries, the files and the kind of machine must not have changed.  With another number of processes the
 losses differ by rounding.
 
@@ -84,16 +84,18 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 #     target of head 0    -1     -1     -1          Yo       <|end|>
 #     target of head 1    -1     -1     Yo        <|end|>      -1
 #
-#     loss_k = -1/n_k  sum over all rows and t with mask[t+1+k] = 1 of  log p_k(ids[t+1+k] | ids[0..t])
+#     loss_k = -1/n_k  (the sum of  log p_k(ids[t+1+k] | ids[0..t])  over all rows, and all t with mask[t+1+k] = 1)
 #     total  = loss_0 + mtp_weight * mean of loss_1 .. loss_(K-1)
 #
-# n_k is the number of terms of this sum in the whole step, so every learned token weighs the same.  A target of -1
-# means that there is no term.  In the example each head has two terms, for "Yo" and <|end|>.
+# p_k is the softmax of head k's logits, and n_k the number of terms of this sum in the whole step: so every learned
+# token weighs the same.  A target of -1 means that there is no term.  In the example each head has two terms, for "Yo"
+# and <|end|>.  make_batch writes the targets of all heads as one row, here -1 -1 -1 Yo <|end|> -1.  Head k reads it
+# from the entry k on.
 def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
     W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
-    lengths occur: a GPU prepares each of them once.)  Shorter rows are padded on the right, with
+    lengths occur.  For each the engine prepares arrays, once.)  Shorter rows are padded on the right, with
     targets of -1: attention is causal, so no earlier position sees the padding.
 
     A row has at most T + K ids.  The model reads the first T.  The next one is the last target of head 0.  The other
@@ -185,7 +187,7 @@ def shuffled(count, seed, first, number, stride=1):
 #       heads learn.  With weights (n,), one for each row, only head 0 has a loss.  batch is a pure function of the
 #       step and of the model's weights, so that a run can be resumed.
 #   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, text), ...],
-#       mostly what the model says.
+#       what the model says (in DPO also the two answers of a pair).
 Job = collections.namedtuple("Job", "batch evaluate")
 REPORT_EVERY = 10           # steps.  To read a loss the host waits for the GPU, so it reads those of ten steps at once.
 EARLY = 16, 64              # these steps are evaluated, too, because the loss falls fastest at the beginning
@@ -197,15 +199,16 @@ def train(training, job, stop):
     The first pass of the loop makes no step.  It only evaluates: at step 0 of a new run, and at the step of a resumed
     run if that is one to be evaluated.
 
-    After some steps their numbers are read and shown, the run is saved, or it stops.  To read a number from a GPU the
-    host must wait for it: so a GPU's numbers are read less often.
+    After some steps their numbers are read and shown, the run is saved, or it stops.  It is saved before an evaluation,
+    every save_every steps, and before it stops.  To read a number from a GPU the host must wait for it: so a GPU's
+    numbers are read less often.
 
-                          numbers are read          saved                         stopped, after a signal
-        a CPU             after every step          before an evaluation, every   after this step
-        a GPU             every tenth step, and     save_every steps, and         after this step
-                          before a save or a stop   before a stop
-        several ranks     likewise                  likewise, by rank 0           when they read numbers: then each
-                                                                                  tells the others"""
+                          numbers are read                              stopped, after a signal
+        a CPU             after every step                              after this step
+        a GPU             every tenth step, before a save or a stop     after this step
+        several ranks     likewise                                      when they read numbers, and tell each other
+
+    (Ranks are several processes that train one model: script.py, section 5.  Mostly there is one.)"""
     np.seterr(all="ignore")     # report looks for numbers that are not finite
     model = training.model
     settings = training.settings
@@ -224,6 +227,7 @@ def train(training, job, stop):
             losses = forward_backward(training, rows, weights)                          # (K,)
             lr = learning_rate(step - 1, settings)
             norm = model.update(lr, decay=settings.decay, momentum=settings.momentum)
+            # A GPU has not computed losses and norm yet: what `later` returns waits for them
             waiting.append((step, training.state["tokens"], lr, training.note, model.later(losses, norm)))
 
             # The step is done.  Now and then: read numbers, save, stop
@@ -245,9 +249,8 @@ def train(training, job, stop):
         if step == first:
             ranks.meet()                            # all have read the new folder: now it may be renamed
             if ranks.rank == 0:
-                # Until now the folder of a new run was a hidden one.  open_log gives it the run's name: so a start that
-                # fails leaves an older run of this name alone
-                log = checkpoint.open_log(training.out, first)
+                # For a new run this also makes room for its folder: a start that fails changes nothing
+                log = checkpoint.open_log(training.out, first, evaluating)
         if evaluating and log:
             log.write(step=step, **record)
     print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
@@ -269,8 +272,8 @@ def forward_backward(training, rows, weights):
     training.state["tokens"] += inputs.size         # with the padding
     own = ranks.part(len(rows))
     if own.start == own.stop:
-        # There are more ranks (processes: script.py) than rows.  This one takes a row without targets, because it has
-        # to take part in the sums over all ranks.
+        # There are more ranks than rows.  This one takes a row without targets, because it has to take part in the sums
+        # over all ranks.
         own = slice(0, 1)
         targets[...] = -1
     size = max(1, training.settings.micro_batch * T // W)           # rows of W inputs
@@ -296,16 +299,16 @@ def learning_rate(step, settings):
     return settings.lr * (share + (1 - share) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def report(training, log, waiting, saving):
+def report(training, log, waiting, before_save):
     """Wait for the numbers of these steps, log them, and show them (print_step).  All get the time of the last
-    step.  FloatingPointError if a number is not finite.  saving: a save or a stop follows, so the weights are checked,
+    step.  FloatingPointError if a number is not finite.  before_save: a save follows, so the weights are checked,
     too."""
     model = training.model
     settings = training.settings
     seconds = training.state["seconds"]
     for step, tokens, lr, note, wait_for_numbers in waiting:
         losses, norm = [np.asarray(array).tolist() for array in wait_for_numbers()]
-        last = saving and step == model.step
+        last = before_save and step == model.step
         weights = model.read(model.flat_params) if last else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
             raise FloatingPointError(f"step {step} is not finite (loss {losses[0]}, gradient norm {norm}).  "
@@ -403,7 +406,8 @@ def evaluate_pairs(training, path):
 
     pairs = read_records([path], make_rows)
     losses = row_losses(training, [row for _, *rows in pairs for row in rows]).reshape(-1, 2)
-    right = np.heaviside(losses[:, 1] - losses[:, 0], 0.5)      # 1 where the good sentence is the more probable one
+    # columns: good, bad.  1 where the good sentence is the more probable one; for a tie 0.5
+    right = np.heaviside(losses[:, 1] - losses[:, 0], 0.5)
     names = np.array([name for name, *_ in pairs])
     means = {name: right[names == name].mean() for name in dict.fromkeys(names.tolist())}
     means["average"] = np.mean([*means.values()])
@@ -446,8 +450,8 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 @dataclasses.dataclass
 class Settings:
     """What a run is, beside the sizes of its model (Config) and its base.  Two runs have the same losses, bit for bit,
-    if these are the same, and also the files, code, libraries, kind of machine and number of processes; and if none of
-    them was changed on the way (--resume allows that for some: see apply_options).  Most settings are options.  An
+    if these are the same, and if files, code, libraries, kind of machine and number of processes are the same, too.
+    (--resume can change some on the way: see apply_options.  The losses then differ.)  Most settings are options.  An
     option that is missing gets the preset's value, or the best for this machine (make_settings), or the default at the
     end of its line."""
     preset: str             # of CONFIGS
@@ -464,9 +468,9 @@ class Settings:
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
     micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
-    mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further prediction heads in the loss", 0.3)
-    optimizer: str = setting(OPTIMIZERS, "muon for the layers' matrices, adamw for all (rl.py's default)", "muon")
-    decay: float = setting(bounded(float, 0, 10), "of matrices (train.py 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
+    mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further heads in the loss (default 0.3)", 0.3)
+    optimizer: str = setting(OPTIMIZERS, "muon (default) for the layers' matrices, or adamw for all (rl.py)", "muon")
+    decay: float = setting(bounded(float, 0, 10), "weight decay (default: 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
     momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; train.py small 0.9)", 0.95)
     final_lr: float = setting(bounded(float, 0, 1), "share of --lr at the end (default 0.1; train.py big 0)", 0.1)
     seed: int = setting(whole_number(0, 1 << 63), "random seed (default 0)", 0)
@@ -506,7 +510,8 @@ def parse_run_options(parser, argv, sizes, data):
     """-> dict of the options that have a value.  sizes: which of SIZES are options of this script; data: the help of
     --data."""
     add = parser.add_argument
-    add("preset", nargs="?", help=f"the model's size, or that of the base: {', '.join(CONFIGS)} (default small)")
+    add("preset", nargs="?", help=f"the model's size, or that of the base: {', '.join(CONFIGS)} (default "
+        "small; with --base the largest that is not wider)")
     add("--base", type=normpath, metavar="DIR",
         help="the model to begin with, ours or any plain Llama (sft.py: out/PRESET; rl.py: out/PRESET-sft)")
     add("--data", nargs="+", type=normpath, metavar="FILE", help=data)
@@ -514,8 +519,8 @@ def parse_run_options(parser, argv, sizes, data):
         help="the run's folder (default out/PRESET; of a base out/BASE-more, sft.py: -sft, rl.py: -rl)")
     add("--resume", action="store_true", help="go on with the run in --out")
     for name in sizes:
-        add(option_of(name), type=whole_number(1, 1 << 20), help="of a new model, in place of the preset's; of a base "
-            "only --context, at most what it can read")
+        add(option_of(name), type=whole_number(1, 1 << 20), help="of a new model (default: the preset's); a base "
+            "has its sizes, but --context may be less")
     for field in dataclasses.fields(Settings):
         if field.metadata:
             add(option_of(field.name), **field.metadata)
@@ -608,6 +613,7 @@ def go(script, options, out, begin, make_job):
 def create_run(script, out, settings, config, tokenizer, base=None):
     """Write a new run, at step 0: with a base's weights, or with random ones.  It is then opened from its folder, as a
     resumed run is."""
+    # what the run reads must not lie in the folder that it replaces: no such path may begin with OUT/
     inside = [path for path in [base, *settings.data] if path and f"{realpath(path)}/".startswith(f"{realpath(out)}/")]
     require(not inside, f"--out {out} holds what the run reads, {', '.join(inside)}: name another folder.")
     settings.key = hash_files(settings.data)
@@ -768,7 +774,8 @@ def pretraining(training):
     tau = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; weight decay's tau is {tau:,.3g} epochs at the peak rate.\n"
+          f"{len(tokens):,} tokens to train on; weight decay fades an update within tau = {tau:,.3g} epochs at the "
+          "peak rate.\n"
           "val_loss: nats a token of the held-out text; val_bpb: bits a byte.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads

@@ -250,12 +250,12 @@ def test_a_log_is_cut_back_to_the_step_of_the_save(tmp_path):
              [(0, "val"), (1, "loss"), (2, "loss"), (2, "val"), (3, "loss"), (3, "val"), (4, "loss")]]
     for step, kept in (0, 0), (1, 2), (2, 3), (3, 5), (9, 6):
         write(tmp_path / "log.jsonl", "\n".join(lines))          # the last one has no line end
-        Log(tmp_path, step).write(step=step, val=1)
+        Log(tmp_path, step, True).write(step=step, val=1)
         assert read(tmp_path / "log.jsonl").decode().splitlines() == [*lines[:kept], json.dumps({"step": step, "val": 1})]
     write(tmp_path / "log.jsonl", "[]\n".join(lines))
     with value_error("line 1, is no record"):
-        Log(tmp_path, 1)
+        Log(tmp_path, 1, True)
     os.remove(tmp_path / "log.jsonl")
     os.symlink("/dev/zero", tmp_path / "log.jsonl")
     with value_error("log.jsonl is not a plain file"):
-        Log(tmp_path, 1)
+        Log(tmp_path, 1, True)

@@ -60,8 +60,6 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     sentence | -       | So so.    | 5  |     | 0
     sentence | -       | So? So.   | 5  | yes | 0
     sentence | -       | So so.    | 4  | yes | 0
-    echo     | PLANET? | A planet. | 2  |     | 1
-    echo     | A moon? | A moon.   | 2  |     | 0
     short    | -       | yes       | 10 | yes | 0.75
     short    | -       | yes       | 10 |     | 0"""))
 def test_rewards(name, question, answer, tokens, ended, value):
@@ -198,7 +196,7 @@ def test_drawing_says_how_far_it_is(tuned):
     bad.py:nan     | bad.py:nan cannot be used (it is nan)
     bad.py:nothere | cannot be used (bad.py has no function nothere)
     nothere.py:bad | nothere.py: No such file
-    nothere        | must be sentence, echo, short or FILE.py:NAME, not nothere"""))
+    nothere        | must be sentence, short or FILE.py:NAME, not nothere"""))
 def test_a_reward_that_cannot_be_used_is_one_sentence_and_nothing_is_lost(tuned, name, words):
     write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return None\ndef nan(*_):\n    return 'nan'")
     write("exit.py", "raise SystemExit(0)")

@@ -175,9 +175,9 @@ def test_english_and_its_questions(tmp_path, monkeypatch):
                      ["some/g", "f(x) -> y"] * 2 + ["y -> f(x)"]]
 
 
-@parametrize("word", ["so", "да"])
-def test_of_a_play_what_was_not_learned_is_asked(tmp_path, word):
-    path = f"{tmp_path}/play.txt"
+@parametrize("word, name", [("so", "play.txt"), ("да", "play.md")])
+def test_of_a_play_what_was_not_learned_is_asked(tmp_path, word, name):
+    path = f"{tmp_path}/{name}"
     spoken = [f"{i}\nsays" + 400 * f" {word}" for i in range(1000)]
     write(path, "\n\n".join(f"THE KING:\n{speech}" for speech in spoken))
     asked = [[*record.values()] for record in json.loads(read(script.find_records(path)))]
