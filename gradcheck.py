@@ -75,7 +75,7 @@ from script import Parser, require, run_script
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, hidden=24, context=8, vocab=16, predict=3,
                         mtp_weight=0.7)
 TIED = dataclasses.replace(TINY, layers=1, predict=1, tied=True)        # as other people's models are
-ROW_WEIGHTS = [1.5, -0.5]    # one for each row, as in rl.py: one text becomes more probable, the other less
+ROW_WEIGHTS = [1.5, -0.5]    # a weight for each row in the loss: one text becomes more probable, the other less (rl.py)
 TINY_STEP = 2e-4         # h: the best of the table above
 # A bar is the largest error that passes.  The code has 6.3e-11.  Some of the planted bugs spoil slopes: the mildest of
 # these, norm_eps, gives an error of 1.2e-5.  (The others spoil only the forward.)
@@ -118,7 +118,7 @@ def make_problem(config, T, std=None):
     targets = rng.integers(0, config.vocab, (2, T + config.predict - 1))
     tokens[:, 5] = tokens[:, 1]         # a token that occurs twice
     targets[0, ::7] = -1                # masked targets
-    targets[1, 2:9] = -1                # head 2 reads targets 2 to 8 if T is 7: so in this row it has none
+    targets[1, 2:9] = -1                # head 2 reads targets 2 to 8 if T is 7: in this row it has nothing to learn
     return model, tokens, targets
 
 
@@ -176,9 +176,9 @@ def plain_losses(w, config, tokens, targets):
             x = w["embed"][token]
             for i, past in enumerate(layers):
                 parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)        # (H+2G,D)
-                # RoPE, for q and k alone: entries j and j + D/2 of a head are one complex number a + ib.  Position t
-                # turns it by the angle t theta^(-2j/D).  q . k is then the real part of vdot(k, q) = sum conj(k) q,
-                # because ac + bd is the real part of conj(a + ib) (c + id)
+                # RoPE, for q and k alone: entries j and j + D/2 of a head are one complex number.  Position t turns it
+                # by the angle t theta^(-2j/D).  Let a + ib be such a number of q, and c + id one of k.  Their part of
+                # q . k is ac + bd, the real part of conj(c + id) (a + ib); so q . k is that of vdot(k, q)
                 a, b = np.split(parts[:-G], 2, axis=1)
                 turned = (a + 1j * b) * np.exp(1j * t * frequency)          # (H+G,D/2)
                 past.append((turned[H:], parts[-G:]))
@@ -249,6 +249,7 @@ BUGS = {
     "rope_on_v": ("rotated_part: + config.kv_heads -> + 2 * config.kv_heads",
         "RoPE turns v as well as q and k."),
     "rope_layout": (
+        # which sorts the neighbours into two halves, so that the rest of the function turns them, and sorts them back
         "rope_forward: swapped = -> y, x = x, np.concatenate([x[..., ::2], x[..., 1::2]], -1)\n    swapped =",
         "rope_forward: x += swapped -> y[..., 0::2], y[..., 1::2] = np.split(x + swapped, 2, axis=-1)",
         "RoPE turns neighbours 2i, 2i+1 (the paper's layout, GPT-J's) where our pairs are i, i + D/2."),
@@ -313,8 +314,9 @@ BACKWARD = ["heads", "norm", *(f"layers.{i}.{name}" for i in (1, 0) for name in 
 def report_damage(replacements, every=17):
     """Put these functions into model_cpu for a moment, check TINY, and print which tensors are wrong -> whether
     anything is.  (A function looks up the functions that it calls in its module, at each call.  So it finds those that
-    were put there.)  Every 17th entry of the embedding (16, 16) is its diagonal, one entry of each row: so the token
-    that occurs twice is checked.  With ROW_WEIGHTS every 200th entry is enough: 2 to 5 of each tensor."""
+    were put there.)  every: only each 17th entry of a tensor is checked, for speed.  Of the embedding (16, 16) these
+    are the diagonal, one entry of each row: so the token that occurs twice is checked.  With ROW_WEIGHTS every 200th
+    entry is enough."""
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # only inside this block
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
@@ -404,7 +406,7 @@ def run_gpu():
         columns.append(column)
     print(f"{GPU_CONFIG.layers} layers of width {GPU_CONFIG.dim}, B 2 x T 256; relative L2 from float64: "
           f"{', '.join(precisions)}")
-    for row in column:
+    for row in columns[0]:
         print(f"  {row:20}" + "".join(f"{column[row]:12.2e}" for column in columns))
     print("all within the bars" if good else "FAILED")
     return good

@@ -16,7 +16,7 @@ gradients.
     10. Workspace, check_batch                memory; what is refused (optional)
     11. main                                  the guided tour: python model_cpu.py
 
-Letters, here and in the CUDA code; elsewhere, too, where nothing else is said:
+Letters, here and in the CUDA code, and in the other files unless they say otherwise:
 
     B batch        T time (positions)    C model width (dim)       L layers             N = B*T tokens
     H query heads  G key/value heads     D = C/H head width        R = H/G              F feed-forward width
@@ -74,7 +74,8 @@ class Config:
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # only for config.json: the largest T of a base, of which we may read less (--context)
+    positions: int = None       # only for config.json: the largest T that another model, loaded from a folder, was made
+                                # for; we may read less of a text (--context)
 
     def __post_init__(self):
         if self.hidden is None:
@@ -131,6 +132,7 @@ def forward_plain(w, config, tokens):
         return x / np.sqrt(np.mean(x ** 2, axis=1, keepdims=True) + config.norm_eps) * gain
 
     def rope(x):                # rotates the pair (x_i, x_{i+D/2}) at position t by angle[t, i]: (T,D) -> (T,D)
+                                # (why positions are rotations: above rope_forward)
         x1, x2 = np.split(x, 2, axis=1)
         return np.hstack([x1 * cos - x2 * sin, x2 * cos + x1 * sin])
 
@@ -407,8 +409,8 @@ def causal_mask(T, J, dtype):
 
 def attend(out, P, q, k, v, mask):
     """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Token i takes the share
-    P_ij of the value of token j.  The share is large where its query fits the key of j.  A sum of D products of random
-    signs grows as sqrt(D).  With large scores a token would take one value alone.  So the scores are divided by
+    P_ij of the value of token j.  The share is large where the query of i fits the key of j.  A sum of D products of
+    random signs grows as sqrt(D).  With large scores a token would take one value alone.  So the scores are divided by
     sqrt(D).  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_l exp(S_il)       out_i = sum_j P_ij v_j
@@ -486,7 +488,8 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    silu = np.multiply(gate, sigmoid, out=dgate)    # in dgate's memory, until the last line, which reads it first
+    # silu lies in dgate's memory for a while: the last line reads it, and only then writes dgate there
+    silu = np.multiply(gate, sigmoid, out=dgate)
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
@@ -495,7 +498,7 @@ def block_forward(x, w, saved, shared, config, rope, attention):
     """One layer, in place on x (N,C).  It is one Euler step (README.md, "Why Euler"), made of two substeps, attention
     and the feed-forward network:
 
-        n = rmsnorm(x)        x = x + attention(n @ qkv.T) @ out.T
+        n = rmsnorm(x)        x = x + attention(rope(n @ qkv.T)) @ out.T          (rope: of q and k)
         n = rmsnorm(x)        x = x + (silu(n @ gate.T) * (n @ up.T)) @ down.T
 
     w: this layer's weights.  saved: this layer's arrays of work_table; shared: those of all layers.  (All three are
@@ -592,7 +595,8 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     exp_sum   (N,K)    sum over v of exp(logit - max)
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
-    divisor   (K,)     the number of the head's targets in the whole step, at least 1; in rl.py inf for further heads
+    divisor   (K,)     the number of the head's targets in the whole step, at least 1.  (In rl.py it is inf for the
+                       further heads: they have no loss then, since x / inf = 0.)
     weights   (N,1)    w, of each token, the same within a text; or 1
 
     Returns nll (N,K)."""
@@ -636,8 +640,10 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #             = (1 - a)^t param_0 + the sum over s = 1..t of  a (1 - a)^(t-s) (-u_s / decay)      since lr = a / decay
 # The factors a (1 - a)^(t-s) add up to 1 - (1 - a)^t.  So the weights are an average of the past steps' directions, and
 # what the sum lacks to 1 is the share of the initial weights.  In this average a step loses all but 1/e of its share
-# within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what was measured).  With the rates of its run the
-# sum is 0.98 for big, and 0.41 for small: so small keeps 59% of its initial weights.  The same holds for Muon.
+# within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what was measured).  In a run the rate changes, so
+# each step s has its own a_s, and the sum of the factors is 1 - (1 - a_1) (1 - a_2) ... (1 - a_t).  At the end of
+# training it is 0.98 for big, and 0.41 for small: so small keeps 59% of its initial weights.  All this holds for Muon,
+# too.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
     adds to it."""
@@ -659,8 +665,9 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
 # M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the same
 # length.  Why this direction: take all steps with |step @ x| <= |x| for every x (their spectral norm is at most 1).  To
-# first order the loss changes by the sum of M * step.  For such a step that is at least minus the sum of M's singular
-# values, and -U V^T reaches it: it lowers the loss fastest.
+# first order the loss changes by the sum of M * step, which is the sum over i of s_i u_i . (step @ v_i) with the
+# columns u_i of U and v_i of V.  These are unit vectors, so each u_i . (step @ v_i) is at least -1.  With
+# -U V^T each is -1, so no such step lowers the loss faster.
 #
 # No singular values need be computed.  (U, S and V are those of the decomposition here, not vocabulary or scores.)
 # Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
@@ -777,17 +784,15 @@ class Model:
     """The model on the CPU.
 
     params and grads: dict name -> view of the flat buffers.  seed=None leaves the parameters at 0, for a caller who
-    writes them.  training is for the GPU: False leaves out gradients and moments there.  (Here np.zeros takes no memory
-    until it is written.)
+    writes them.  training: only model_gpu.py uses it; False leaves out gradients and moments there.
 
     threads > 1 is data parallelism in miniature: each thread takes a share of the batch through the whole
     forward and backward with a gradient buffer of its own, and the buffers are added in order.  NumPy
-    releases Python's global lock inside its loops, so this uses the cores for everything, where a threaded
-    BLAS alone leaves the element-wise work on one.  Set OPENBLAS_NUM_THREADS=1 then (train.py does).  The
-    shares' gradients add up to that of the whole batch, but for rounding, because the loss is divided by the
-    count of targets in the whole step, not in the share."""
-    draft_heads = 0     # how many drafts generate makes (section 7).  On a CPU drafts cost more than they save: to read
-                        # four tokens takes twice as long as to read one, and gives only 1.44 tokens on average
+    releases Python's global lock inside its loops, so the threads use all cores for everything.  (A BLAS with threads
+    of its own uses them for products alone; the element-wise work stays on one core.  Set OPENBLAS_NUM_THREADS=1,
+    as train.py does.)  The shares' gradients add up to that of the whole batch, but for rounding, because the loss is
+    divided by the count of targets in the whole step, not in the share."""
+    draft_heads = 0     # see generate (section 7): on a CPU drafts cost more than they save
 
     def __init__(self, config, seed=0, dtype=np.float64, threads=1, training=True, optimizer="adamw"):
         self.config = config
@@ -817,21 +822,6 @@ class Model:
         forward has left for backward."""
         self.decoder.forget()
         self.pending = []
-
-    # These three do little here.  On the GPU they copy between its memory and the host's.
-    def read(self, array):
-        """An array of this model's, flat_params say, as a NumPy array on the host."""
-        return array
-
-    def write(self, array, values):
-        """Set an array of this model's, or a view of one, from a NumPy array of any float type."""
-        array[...] = values
-        self.refresh()
-
-    def later(self, *arrays):
-        """-> a function that returns these arrays.  On the GPU they are not computed yet, and that function waits for
-        them.  So train.py can start the next steps before it calls it."""
-        return lambda: arrays
 
     def new_decoder(self, rows, length):
         """A Decoder of so many texts (rows) at once, each of at most `length` tokens."""
@@ -868,10 +858,10 @@ class Model:
         divided by counted[k].
 
         counted (K,): the number of targets of each head that are not masked, in the whole step; by default, in this
-        call.  ValueError where head 0 has none at all: there would be nothing to learn.
+        call.  ValueError where head 0 has none at all.
 
         weights (B,), one for each text, are for rl.py.  Head 0's loss is then the sum of w_b (-log p) / counted[0],
-        where counted[0] is a divisor of the caller's choice, at least 1.  The losses of the further heads are 0."""
+        where counted[0] is a divisor that the caller chooses, at least 1.  The losses of the further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]        # no text is cut, so there are no more shares than texts
         # with one thread there is one share, the whole batch
@@ -972,15 +962,29 @@ class Model:
         list(self.map(lambda job: job(), jobs))
         return norm
 
+    # These three do little here.  On the GPU they copy between its memory and the host's.
+    def read(self, array):
+        """An array of this model's, flat_params say, as a NumPy array on the host."""
+        return array
+
+    def write(self, array, values):
+        """Set an array of this model's, or a view of one, from a NumPy array of any float type."""
+        array[...] = values
+        self.refresh()
+
+    def later(self, *arrays):
+        """-> a function that returns these arrays.  On the GPU they are not computed yet, and that function waits for
+        them.  So train.py can start the next steps before it calls it."""
+        return lambda: arrays
+
 
 class Decoder:
     """Continues a text with a KV cache: the keys and values of the tokens before are kept, and not computed again.
 
     texts, length: the number of texts, each with a cache of its own for `length` tokens.
 
-    For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.  generate
-    truncates it, when another text or window comes or drafts were wrong.  Model.refresh (so Model.update, too) and
-    chat.print_tokens empty it.
+    For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.
+    (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values.)
 
     For many texts: draw_rows, which empties the cache when the windows move.  tokens is then that of the first text,
     with the zeros that stand before a short one: only its length is used."""
@@ -1020,9 +1024,9 @@ class Decoder:
         return self._read([tokens], len(tokens), self.config.predict)
 
     def _read(self, tokens, last, heads):
-        """Append tokens (B,n) -> the logits (B*last,heads,V) after the last so many tokens of each text.  It is the
-        forward of training with another attention: _trunk calls block_forward for each layer, which calls _attention
-        with this layer's part of the cache."""
+        """Append tokens (B,n) -> the logits (B*last,heads,V) after each of the last `last` tokens of each text.  It is
+        the forward of training with another attention: _trunk calls block_forward for each layer, which calls
+        _attention with this layer's part of the cache."""
         tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)        # the arrays of one layer, for all layers
         attentions = [partial(self._attention, cache) for cache in self.cache]
@@ -1104,9 +1108,9 @@ def gumbel(seed, t, ids):
     or one for each row.
 
     It takes two hashes of 64 bits, one for each round of the loop: first of seed and t, then of that and id.  The hash
-    of z and n is output n of the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: z + (n+1) gamma,
-    mixed by two multiplications.  The upper 52 bits of the second make u, uniform in (0,1): u = (bits + 1/2) / 2^52 is
-    exact in float64, and never 0 or 1.  -log(-log u) has the Gumbel distribution."""
+    of z and n is output n of the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: it is z + (n+1)
+    gamma, whose bits are then mixed by two multiplications.  The upper 52 bits of the second make u, uniform in (0,1):
+    u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.  -log(-log u) has the Gumbel distribution."""
     z = np.array(seed, np.uint64).reshape(-1, 1)
     for n in (np.reshape(t, (-1, 1)), ids):
         z = z + (n.astype(np.uint64) + 1) * 0x9e3779b97f4a7c15          # gamma; all of this is modulo 2^64
@@ -1127,8 +1131,9 @@ def gumbel(seed, t, ids):
 # before it has reached 0.7.  So the third is dropped, and the first two are kept.
 def sample(logits, t, sampling):
     """Draw ids (n,) from logits (n,V), for positions t (n,) of the text: argmax(log p + gumbel).  temperature
-    0: the largest logit, the first of equals.  top_k keeps the k largest (0: all), top_p then the smallest
-    set of largest probabilities that reaches p (nucleus sampling, Holtzman et al. 2020; 1: all)."""
+    0: the largest logit, the first of equals.  top_k keeps the k largest (0: all).  Of these top_p keeps the
+    likeliest ids, as many as are needed until their probabilities add up to top_p (nucleus sampling, Holtzman et al.
+    2020; 1: all)."""
     z = logits[:, :sampling.vocab]
     if sampling.temperature == 0:
         return z.argmax(axis=1)
@@ -1161,8 +1166,9 @@ def generate_plain(model, tokens, sampling, most):
 
 def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each answer has the
-    tokens that generate draws for its prompt, at most `most`.  But generate leaves out the id in `stop` that ends a
-    text, and this keeps it.  (The products have another shape, so the logits differ by their rounding.)
+    tokens that generate draws for its prompt, at most `most`.  (The products have another shape here, so the logits
+    differ by their rounding.  In rare cases another token is drawn.)  generate leaves out the id in `stop` that ends a
+    text, and this keeps it.
     sampling.seed: (B,), one a prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each token.
 
@@ -1180,7 +1186,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
         rows = waiting.pop()
         texts = [list(prompts[row]) for row in rows]
         own = replace(sampling, seed=np.array(sampling.seed)[rows])
-        decoder = None                              # first gives back the memory of the last batch
+        decoder = None                              # the last batch's caches are given back before new ones are made
         try:
             decoder = model.new_decoder(len(rows), min(context, max(map(len, texts)) + most))
         except MemoryError:                         # CuPy's OutOfMemoryError is one, too
@@ -1216,11 +1222,14 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
 # accepted if it is the very token that head 0 draws there (Stern et al. 2018).  So the text is that of single steps.
 # An example, with K = 4:
 #
-#     the window ends in      ... the
-#     one call draws                   cat  | drafts: sat  on   a
-#     the next call reads              cat            sat  on   a
-#     and head 0 draws after each               sat   on   the  ...
-#     accepted                         sat, on        and the token of head 0 after them, "the", is new as well
+#     the window ends in               ... the
+#     one call draws                   cat    and the drafts    sat   on    a
+#     the next call reads              cat                      sat   on    a
+#     after each of them head 0 draws  sat                      on    the   ...
+#     so accepted are                                           sat   on
+#
+# The draft "a" is not accepted, because head 0 drew "the" in its place.  This "the" is new as well.
+#
 #
 # A draft is drawn with the noise that head 0 will use at its position.  The more alike the probabilities of the
 # two heads are, the more often both draw the same token.
@@ -1240,7 +1249,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
-    as_batch(model.config, [tokens[-context:]])     # checked here, because a GPU's draw does not check few tokens
+    as_batch(model.config, [tokens[-context:]])     # an error for ids out of range, which a GPU's draw does not check
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:
@@ -1254,14 +1263,15 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            # Mostly one token is unread, the one that was drawn last.  There are more at the beginning and when the
-            # window moves.  They are read without drafts, so that a product has as many rows as it has without
-            # speculation, and the same rounding.  Drafts that do not fit the context are dropped, too.
+            # Mostly one token is unread, the one that was drawn last, and drafts are read with it.  There are more
+            # unread tokens at the beginning and when the window moves.  These are read without drafts: so such a read
+            # is the same with and without speculation, and has the same rounding.  Drafts that do not fit the context
+            # are dropped, too.
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        # The drafts that head 0 drew as well are accepted, but no more of them than there is room for beside the token
-        # that head 0 draws after them.
+        # The drafts that head 0 drew as well are accepted, but at most `room`: one place is kept for the token that
+        # head 0 draws after them.
         room = end - len(text) - 1
         accepted = common_length(drafts[:room], drawn)
         decoder.truncate(len(window) + accepted)    # the drafts that were not accepted are forgotten
@@ -1393,7 +1403,7 @@ def as_batch(config, tokens):
 
 def check_batch(config, tokens, targets, counted, weights):
     """The arguments of forward -> (tokens, targets, divisor (K,), weights (B,)), as arrays.  ValueError for ids out of
-    range, too long a text, and targets that are all -1."""
+    range, for too long a text, and if head 0 has no target."""
     tokens = as_batch(config, tokens)
     targets = np.asarray(targets)
     B, T = tokens.shape
@@ -1401,12 +1411,12 @@ def check_batch(config, tokens, targets, counted, weights):
     check_tokens(config, targets, low=-1)
     if counted is None:
         counted = count_targets(targets, T, config.predict)
-    require(counted[0], "head 0 has no counted target in the whole step: all targets are -1.")
+    require(counted[0], "head 0 has no counted target in the whole step: its targets are all -1.")
     divisor = np.maximum(counted, 1.0)              # a head without a target has the loss 0 / 1
     if weights is None:
         weights = np.ones(B)
     else:
-        divisor[1:] = np.inf                        # 1/inf = 0: the further heads have no loss and no gradient
+        divisor[1:] = np.inf                        # x / inf = 0: the further heads have no loss and no gradient
     return tokens, targets, divisor, np.asarray(weights)
 
 
@@ -1427,7 +1437,8 @@ def main(argv):
     T = 64
     tokens = ids[:, :T]
     targets = ids[:, 1:T + config.predict]
-    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens of {tokenizer.vocab_size} kinds")
+    print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens "
+          f"of a vocabulary of {tokenizer.vocab_size}")
     print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :23])}|...")
 
     model = Model(config)

@@ -75,8 +75,8 @@ def learn_merges_plain(words, most_merges):
 
 
 def replace_pair(ids, pair, new_id):
-    """Glue each such pair of neighbours into one new id, from left to right: in "aaa" the first two are glued.  (The
-    pair does not hold new_id, so what was glued is not glued again.)"""
+    """Glue each such pair of neighbours into one new id, from left to right: in "aaa" the first two are glued.
+    (new_id is never in `pair`, so a glued id is not glued again.)"""
     replaced = []
     for token in ids:
         if replaced and (replaced[-1], token) == pair:
@@ -111,8 +111,9 @@ def encode_word_plain(word, merges):
 #
 #     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 #
-# \s+(?!\S) is white space that no word follows.  If a word does follow, `re` gives back the last character.  A space
-# then goes to the next word; a tab or a line end is a word by itself, which the last \s+ takes:
+# \s+(?!\S) is white space that no word follows.  If a word does follow, the match ends one character
+# earlier.  This character, if it is a space, goes to the next word; a tab or a line end is a word by itself, which the
+# last \s+ takes:
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " 42", "!"
 #     "a   b"           ->  "a", "  ", " b"
@@ -123,8 +124,8 @@ def encode_word_plain(word, merges):
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " ", "4", "2", "!"
 
-# The inside of a class [...] of `re`.  In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s also takes the
-# separators \x1c to \x1f.
+# White space, to stand inside the [...] of a pattern.  In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s
+# also takes the separators \x1c to \x1f.
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
@@ -147,8 +148,9 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # White space is one word where the text ends behind it, or (SmolLM) a digit comes.  Before anything else its last
-    # character is given back.  (?![^xy]) of `re` says: nothing follows, or an x or a y.
+    # White space is one word where the text ends behind it, or (SmolLM) a digit comes.  Before anything else the match
+    # ends one character earlier.  (?![^xy]) says: what follows is the end of the text, an x or a y.  So there
+    # may_follow needs what the shorter match is followed by, which is white space, and SmolLM's digits.
     may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -157,16 +159,16 @@ def word_pattern(limit, digits):
                       f"|[{SPACE}]+(?![^{may_follow}])|[{SPACE}]+")
 
 
-# BMP, ALL and PART change nothing in the result: they are for speed.  Up to which code point does a pattern know
-# letters and numbers?  BMP leaves out those beyond U+FFFF, of rare scripts; ALL has them.  `re` has a table for the
-# characters up to U+FFFF.  It compares those beyond with one range after the other.  So a pattern with all ranges takes
-# four times as long, and is used only where a text has characters beyond U+FFFF (also emoji, though these are neither
-# letters nor numbers).
+# You can skip these three: BMP, ALL and PART change nothing in the result, they are for speed.  Up to which code point
+# does a pattern know letters and numbers?  BMP leaves out those beyond U+FFFF, of rare scripts; ALL has them.  `re` has
+# a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  So a pattern with
+# all ranges takes four times as long, and is used only where a text has characters beyond U+FFFF (also emoji, though
+# these are neither letters nor numbers).
 BMP = 0xFFFF
 ALL = 0x10FFFF
 # split_words cuts a text into parts of 4096 characters and what follows up to the next white space: then only the parts
-# with such characters take the slow pattern.  A part ends before white space that follows something else, because a new
-# word always begins there.
+# with such characters take the slow pattern.  A part ends between a character that is no white space and one that
+# is, because a new word always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -179,7 +181,8 @@ def split_words(text, digits=False):
         yield word_pattern(limit, digits).findall(part)
 
 
-# A file may hold bytes that are not UTF-8, and a str may hold lone surrogates.  Both come back whole:
+# A file may hold bytes that are not UTF-8.  Python can keep such a byte in a str, as one of the code points U+DC80 to
+# U+DCFF, which no text has ("lone surrogates").  So a str from elsewhere may hold them, too.  Both come back whole:
 #
 #     the byte FF of a file      to_str ->  U+DCFF (surrogateescape)                              to_bytes ->  FF
 #     a str of U+DCFF            to_str ->  its bytes in UTF-8, ED B3 BF (surrogatepass), each    to_bytes ->  ED B3 BF
@@ -209,8 +212,8 @@ def learn_merges(words, most_merges):
     the pair is gone.  At each of the rest it corrects the counts of the pairs on both sides.  A heap gives the most
     frequent pair.
 
-    Why it is fast: for a row of n bytes `positions` has n entries at first, and gets two more wherever two ids merge.
-    There are fewer than n such places, because each takes an id out of the row.  So all merges together visit fewer
+    Why it is fast: for a row of n bytes `positions` has fewer than n entries at first.  Wherever two ids merge, it gets
+    at most two more, and the row loses an id: so that happens fewer than n times.  All merges together thus visit fewer
     than 3n positions.  A visit costs a few steps and at most two new entries of the heap."""
     # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
@@ -237,9 +240,9 @@ def learn_merges(words, most_merges):
     while heap and -heap[0][0] > 1 and len(merges) < most_merges:
         minus_times, pair = heappop(heap)
         if -minus_times != counts[pair]:
-            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (An older pair
-            # never gains: all that a merge makes holds the new id, so it is another pair.)  Push the true count, and go
-            # on.
+            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (They never make
+            # new ones: each pair that a merge makes holds its new id, so it is another pair.)  Push the true count, and
+            # go on.
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -283,8 +286,9 @@ def learn_merges(words, most_merges):
 # ------------------------------------------------------------------------------------------------------------
 def encode_word(ids, rank_of, made_by):
     """The ids of one word's bytes -> the ids of its tokens.  Of the merges that fit, the one that was learned first
-    is done, at its leftmost place, until none fits.  (These are the ids of `encode_word_plain`: a merge makes pairs
-    that only later merges glue, so the first one that fits is also the next one there.)
+    is done, at its leftmost place, until none fits.  (These are the ids of `encode_word_plain`: the pairs that a
+    merge makes hold its new id, so only later merges can glue them.  Hence the lowest rank that fits is the merge that
+    `encode_word_plain` does next.)
 
     ids: with -1 at both ends.  -1 merges with nothing, so each id that can merge has two neighbours;
     rank_of: {(left id, right id): the rank of their merge, 0 for the one that was learned first};
@@ -461,9 +465,10 @@ class Tokenizer:
             <|endoftext|>
             two
 
-        A line that holds only <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in
-        TEXT_ENDS), and the line ends beside it go (but not those with which a part begins).  The last document of
-        each file ends with that id, too.  There are no empty documents.
+        (No line end stands behind "two" in this file; if there were one, it would be kept.)  A line that holds only
+        <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in TEXT_ENDS), and the line
+        ends beside it go.  (But a part that begins just behind such a line keeps the line ends with which it begins.)
+        The last document of each file ends with that id, too.  There are no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -605,7 +610,8 @@ class Tokenizer:
 # 6. Large files: documents, chunks
 # ------------------------------------------------------------------------------------------------------------
 # A line that holds only <|endoftext|> is ^<\|endoftext\|>\r?$.  `re` is much faster if a pattern begins with plain
-# bytes.  So this one finds the name, and then looks back, (?<=^...), whether the name began a line.
+# bytes.  So this one finds the name, and then looks back, (?<=^...), whether the name began a line: it does not find
+# the name in the line "see <|endoftext|>".
 SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
 # one separator or several, and the line ends behind each
 SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)
@@ -635,7 +641,7 @@ def find_cut(window):
     """Where a file may be cut: an offset into these bytes of it.  The ids of the two sides, one after the other, are
     the ids of the whole (except at the last resort below).  The cut is at the first place that is
 
-        before white space that follows something else (but not ">", which may end a separator),
+        between a character and white space (not behind ">", which may end a separator),
         or behind a separator and its line ends.
 
     If there is no such place, as in a window of one letter alone, it is in the middle, between two characters.  (A
@@ -694,7 +700,8 @@ CHATML_END = "<|im_end|>"
 CHATML = ("{% for message in messages %}"
           "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-# {template: the system text of a conversation that brings none}; the second template is SmolLM2's.
+# {template: the system text of a conversation that brings none}.  The second template is SmolLM2's: the first one,
+# with an {% if %} in its loop that writes this system text.
 CHATML_SYSTEMS = {
     CHATML: None,
     CHATML.replace("%}", "%}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a "
