@@ -9,7 +9,8 @@
 //               kernels on tensor cores (bf16 or tf32, from 8.0 on), in bf16 on an H200 13 to 15 times as
 //               fast as section 1. It takes a hundred minutes, with NVIDIA's manual "PTX ISA" at hand: its parts
 //               "Matrix fragments for mma.m16n8k16" (and m16n8k8), "ldmatrix", and for Hopper's products (wgmma;
-//               9.0, bf16, D = 64) "Asynchronous warpgroup level matrix instructions", which can be left out.
+//               9.0, bf16, D = 64) "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions", which
+//               can be left out.
 // Not here      RoPE's forward (kernels.cu): q and k arrive rotated. RoPE's backward is here: the gradients
 //               that these kernels write are those of q and k before the rotation. No dropout, no mask but
 //               the causal one, no decoding of a few tokens (kernels.cu).
@@ -25,7 +26,8 @@
 //     -DHEAD_DIM=32, 64 or 128
 //     -DBF16=0 or 1     see kernels.cu
 //     -DPARTS=0         sections 0 and 1 are compiled, the readable versions. They need BF16=0. They serve fp32, and
-//                       tf32 with D = 128: in section 2 its tiles would need 192 KB of shared memory
+//                       tf32 with D = 128: in section 2 its tiles would need 192 KB of shared memory, more than
+//                       most GPUs have
 //     -DPARTS=1 or 2    section 2 is compiled, the fast version; for the number, see there
 //     -DHOPPER=0 or 1   whether bf16 with D = 64 takes Hopper's own products
 // Method and letters: Dao et al., FlashAttention (2022) and FlashAttention-2 (2023).
@@ -77,8 +79,8 @@
 //      0.58     0.93     3.07    tensor cores. P and dS stay in registers from one product to the next. Tiles
 //                                come through two stages: one is copied while the other is computed with
 //      0.45     0.73     2.52    fewer instructions beside the products: swizzled addresses by one XOR, a maximum
-//                                that may lag behind, pointers that step, loops without branches
-//      0.37     0.59     1.94    Hopper's own products, whose operands stay in shared memory
+//                                that may lag behind, pointers that step, loops with few branches
+//      0.37     0.59     1.94    Hopper's own products, which read shared memory by themselves
 //
 // Before the first of these stands section 0. Its forward alone takes 5.6, 10.0 and 33 ms in fp32 on an H100, and
 // that of section 1 takes 1.1, 2.0 and 7.6 ms there. docs/notes.md has the steps between these rungs, and what did
@@ -114,9 +116,9 @@ struct Place {
 // The place of a block. Where the grid is (H, B, ...) it has a query head; where it is (G, B, ...) it has a key
 // head, and h is the first of the query heads that read it.
 __device__ Place own_place(int T, int H, int G) {
-    int group = H / G;
-    int h = blockIdx.x * (gridDim.x == G ? group : 1);
-    return {int(blockIdx.y), h, h / group, T, H, G};
+    int R = H / G;
+    int h = blockIdx.x * (gridDim.x == G ? R : 1);
+    return {int(blockIdx.y), h, h / R, T, H, G};
 }
 
 // The query head in out or dout.
@@ -156,8 +158,8 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 //                                                           after dq; does not read out
 // The readable ones need no dynamic shared memory (the part whose size the launch says). The fast ones need tiles:
 // one of the block's own rows in the forward, two in the backward; and four of 64 rows of the other side. dkdv
-// needs 16 bytes more for each of these 64 rows. That is at most 97 KB, which every GPU from 8.0 on gives a block
-// that asks for it (max_dynamic_shared_size_bytes in CuPy).
+// needs 16 bytes more for each of these 64 rows: lse and delta, 4 bytes each, in two stages. That is at most 97 KB,
+// which every GPU from 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in CuPy).
 //
 // What they cover of model_cpu.py, each for one tile of rows at a time:
 //     flash_forward          attention_forward
@@ -172,8 +174,8 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 // 0. The first rung: one thread a query
 // ===========================================================================================================
 // The forward as the formulas above have it, key by key. Each thread owns one query: its O, m and l are
-// registers. It reads every key and every value from the GPU's main memory by itself, and that is what makes
-// it slow: the kernels below bring a tile of them to shared memory and use it for many queries.
+// registers. For each multiplication it loads a number of a key, a value or the query by itself, and that is what
+// makes it slow: in the kernels below a number that was loaded serves several multiplications of a thread.
 // Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test compares it with section 1.
 KERNEL __launch_bounds__(THREADS)
 flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
@@ -238,9 +240,9 @@ struct alignas(16) Row {
 __device__ int own_row() { return WARP * WARP_ROWS + threadIdx.x % GROUPS * 2; }
 
 // Which column of a row is this lane's n-th (the table's other lines). They come in fours, 16 bytes. Lanes side by
-// side belong to different groups and have the same columns: when all read a row of a tile, they read one
-// address. The others read neighbouring addresses, which lie in other banks of shared memory: so no lane waits
-// for another (a bank conflict).
+// side belong to different groups and have the same columns. When all lanes read one row of a tile, lanes 0 to 7 (D =
+// 64) read one address, lanes 8 to 15 the next 16 bytes, and so on. These lie in different banks of shared memory: so
+// no lane waits for another (a bank conflict).
 __device__ int own_column(int n) { return 4 * (n / 4 * GROUP_LANES + LANE / GROUPS) + n % 4; }
 
 // A row of a head or of a tile.
@@ -250,7 +252,7 @@ __device__ Row load(Floats from) {
     return row;
 }
 
-// Row t of a head. Past the end it is the last row, which nobody uses.
+// Row t of a head. Past the end it is the last row once more; what is computed from that is not stored.
 __device__ Row load(Matrix from, int t) { return load(from.row(min(t, from.T - 1))); }
 
 // Row t of a head, if there is one, = factor * row, turned back if there are angles.
@@ -426,8 +428,8 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
 // (GEMM) of small matrices is one instruction of a whole warp, and each lane holds some entries of its operands.
 // Most of this section is about which.
 
-// --- Instructions that C++ has no words for. For the CPU tests/cuda_on_cpu.h has functions of the names that
-// the kernels use. ------------------------------------------------------------------------------------------
+// --- Instructions that C++ has no words for ------------------------------------------------------------------
+// On a CPU tests/cuda_on_cpu.h has functions of the same names.
 #ifndef CUDA_ON_CPU
 
 // The bits of a float rounded to tf32, which has 10 bits of mantissa. The tensor cores would cut off the rest.
@@ -469,8 +471,8 @@ __device__ void mma(float* c, const unsigned* a, const unsigned* b) {
 }
 
 // Starts a copy of 16 or 4 bytes from global to shared memory that passes through no register. Where not
-// `valid`, it writes zeros and does not touch `from`. (cg: 16 bytes pass by the multiprocessor's own cache,
-// too.)
+// `valid`, it writes zeros and does not touch `from`. (cg: 16 bytes do not go through the multiprocessor's own
+// cache, L1, either.)
 template <int BYTES>
 __device__ void cp_async(void* to, const void* from, bool valid) {
     unsigned a = shared_address(to);
@@ -490,7 +492,7 @@ __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"
 //     are 16 rows of 64 numbers. In wgmma_abt they are 16 numbers of 64 rows, which are B's columns.
 //   * A: in wgmma_abt it lies in shared memory, too; in wgmma_ab each warp has its rows of A in registers.
 //   * Where `add` is 0, wgmma_abt writes C = A B. If we wrote zeros to C ourselves while another product is under
-//     way, ptxas would wait for that one first (its remark C7517).
+//     way, ptxas would put a wait for that one before them (its remark C7517).
 //
 // A wgmma descriptor names an operand in shared memory. Its 64 bits, with lengths and addresses in units of 16
 // bytes:
@@ -502,8 +504,8 @@ __device__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"
 //     swizzle       base offset        stride             leading            start
 //
 //     swizzle   1: rows of 128 bytes, whose chunks are XORed as in `offset` (2: of 64, 3: of 32, 0: none)
-//     base      where in the swizzle's pattern of 1024 bytes the operand begins: at its start, since tiles lie
-//     offset    at multiples of 1024 bytes
+//     base      where in the swizzle's pattern of 1024 bytes the tile begins: at its start, since tiles lie at
+//     offset    multiples of 1024 bytes. (The XOR is one of address bits, so `start` may be + 2 all the same.)
 //     stride    from eight rows to the next eight: 8 * 128 bytes
 //     leading   from the rows' first 128 bytes to their next 128. Not used: a row of 64 bf16 has no more
 //     start     where the operand begins. + 2 is two chunks to the right, the next 16 numbers of the sum
@@ -541,7 +543,7 @@ __device__ void wgmma_wait(float* c) {
 }
 
 // Makes what this thread has copied to shared memory visible to Hopper's products. A barrier must follow.
-__device__ void wgmma_sees() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #endif
 
@@ -587,11 +589,12 @@ constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hoppe
 
 // A block's own tile has PARTS parts of 64 rows. A warp has 16 rows of each part. The other side comes in tiles of 64
 // rows. With two parts each of these tiles is used twice. Two things allow one part only:
-//   * wide rows: with D = 128 two parts would not fit into the registers; in tf32 a block of the backward would take
-//     129 KB of shared memory, and two of them would not fit a multiprocessor;
+//   * wide rows: with D = 128 two parts would not fit into the registers; in tf32 with D = 64 a block of the backward
+//     would take 129 KB of shared memory, and two of them would not fit a multiprocessor (with D = 32 they would, but
+//     tf32 has one rule);
 //   * a multiprocessor with 100 KB of shared memory (8.6, 8.9, 12.0). There two blocks of the backward fit with one
 //     part (bf16, D = 64), but only one block with two parts. (dK/dV with one part takes 49 KB, and CUDA adds 1 KB: two
-//     blocks are exactly 100 KB.)
+//     blocks are exactly 100 KB.) The same rule is taken there for D = 32.
 
 // --- Tiles in shared memory ----------------------------------------------------------------------------
 constexpr int CHUNK = 16 / sizeof(real);  // numbers of a chunk
@@ -632,10 +635,11 @@ __device__ void load_stage(char* stages, int n, Matrix x, Matrix y, int first) {
     load<64>(stage + TILE_BYTES, y, first);
 }
 
-// Waits until what was loaded has arrived for all threads, and no thread still reads the other stage.
-__device__ void arrive() {
+// Waits until what was loaded has arrived for all threads, and all are done with the stage that they used last: the
+// next copy may go there.
+__device__ void wait_for_stage() {
     cp_async_wait();
-    if (WARPGROUP) wgmma_sees();
+    if (WARPGROUP) fence_for_wgmma();
     __syncthreads();
 }
 
@@ -689,10 +693,11 @@ __device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
     load_matrices(b, tile + row * ROW_BYTES + (offset(LANE % 8 + LANE / 16 * 8, LANE / 8 % 2) ^ 32 * step));
 }
 
-// Word i of a left operand: in bf16 pieces n and n + 1 of P are one, in tf32 piece n alone. Rounded to bf16 the
-// numbers already lie as they must: P goes from one product into the next without leaving its registers.
+// Word i of a left operand, which is made of pieces n and n + 1 of P in bf16, and of piece n in tf32. In bf16 each lane
+// has as result of one product the very numbers that it must hand in as left operand of the next: P does not leave
+// its registers.
 //
-// In tf32 (mma m16n8k8) they do not: the instruction wants k = l % 4 and l % 4 + 4 from lane l, which has
+// In tf32 (mma m16n8k8) it has others: the instruction wants k = l % 4 and l % 4 + 4 from lane l, which has
 // columns 2 (l % 4) and the next. But a sum over k may take its terms in any order. So the lane hands in
 // the columns that it has, and load_b takes B's rows in the same order:
 //
@@ -709,8 +714,8 @@ __device__ unsigned left_operand(const Scores& P, int n, int i) {
     return round_tf32(__float_as_uint(P[n][i % 2 * 2 + i / 2]));
 }
 
-// The right operands of A B, from row `row` and column 8d on: two of 16 x 8 in bf16. In tf32 one of 8 x
-// 8, by plain loads, since ldmatrix cannot transpose 32-bit elements.
+// The right operands of A B, from row `row` and column 8d on: in bf16 two operands, of 16 rows and 8 columns each; in
+// tf32 one of 8 rows and 8 columns, by plain loads, since ldmatrix cannot transpose 32-bit elements.
 __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
     int column = 8 * d + LANE / 4;
     tile += row * ROW_BYTES;
@@ -774,11 +779,11 @@ __device__ float dot(unsigned p, unsigned q) {
 // All three kernels have one shape. The block's own tile (in the backward: two) is loaded once. The other side
 // streams past in tiles of its own through two stages of shared memory: while one is computed with, the copy into the
 // other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps; only
-// a product of Hopper's is begun by all four together. Its tiles lie at multiples of 1024 bytes.
+// a product of Hopper's is begun by all four together. Tiles lie at multiples of 1024 bytes, as such a product wants.
 
 // Calls step(K_tile, key, part) for each tile of keys, and each part of the block's queries that sees some of
 // them. key is the first key of the tile; the tile of V lies behind K_tile. The caller has loaded the first tile,
-// and has waited for it (arrive).
+// and has waited for it (wait_for_stage).
 template <class Step>
 __device__ void over_keys(char* stages, Heads in, int i, Step step) {
     int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
@@ -786,7 +791,7 @@ __device__ void over_keys(char* stages, Heads in, int i, Step step) {
         if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
         EACH(part, PARTS)
             if (j <= PARTS * i + part) step(stages + j % 2 * 2 * TILE_BYTES, 64 * j, part);
-        arrive();
+        wait_for_stage();
     }
 }
 
@@ -802,7 +807,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
 
     load<ROWS>(Q_tile, in.q, i * ROWS);
     load_stage(stages, 0, in.k, in.v, 0);
-    arrive();
+    wait_for_stage();
     Rows O[PARTS] = {};
     float maximum[PARTS][2];
     float sum[PARTS][2] = {};
@@ -816,8 +821,8 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
         finish(S);
         if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
         // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays, and
-        // nothing is rescaled, until a score exceeds it by 8 in the exponent of 2. That is rare after the
-        // first keys. And 2^8 = 256 is harmless: P and l stay far from the ends of fp32 and bf16.
+        // nothing is rescaled, until a P would exceed 2^8. That is rare after the first keys. And 256 is harmless: P
+        // and l stay far from the ends of fp32 and bf16.
         bool grown = false;
         EACH(half, 2) {
             float x = MASKED;
@@ -853,7 +858,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
 
 // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
-KERNEL __launch_bounds__(THREADS, WARPGROUP ? 3 : 2)  // a multiprocessor has registers for so many blocks
+KERNEL __launch_bounds__(THREADS, WARPGROUP ? 3 : 2)  // with wgmma few enough registers are needed for three blocks
 flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
                   Reals qkv, float* delta, Floats angles, int T, int H, int G) {
     Place at = own_place(T, H, G);
@@ -878,7 +883,7 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
         Reals from = head_of(out, at).rows + (long long)query * H * D + LANE % 4 * CHUNK;
         EACH(n, CHUNKS_OF_A_LANE) O[part][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
     }
-    arrive();
+    wait_for_stage();
     EACH_ROW {  // delta_i = dO_i . O_i, by the four lanes that share the row
         int r = 64 * part + 8 * half + LANE / 4;
         float sum = 0.0f;
@@ -951,10 +956,11 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     load<ROWS>(K_tile, in.k, j * ROWS);
     load<ROWS>(V_tile, in.v, j * ROWS);
     load_queries(0, next);
-    arrive();
+    wait_for_stage();
 
     Rows dK[PARTS] = {}, dV[PARTS] = {};
-    // Queries past T come as zeros, lse and delta too, and add nothing to dK or dV.
+    // Queries past T come as zeros, lse and delta too. Their P is 1, but dO and dP - delta are 0: so they add nothing
+    // to dK or dV.
     for (int n = 0; at.h < end; n++) {
         const char* Q_tile = stages + n % 2 * 2 * TILE_BYTES;  // the tile of dO lies behind it
         Floats lse_tile = numbers + n % 2 * THREADS;
@@ -988,7 +994,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
             finish(dV[part]);
             finish(dK[part]);
         }
-        arrive();
+        wait_for_stage();
     }
     Heads to = heads_of(dqkv, at);
     store(to.k, dK, SCALE, K_tile, row, first, angles);

@@ -44,8 +44,8 @@
 // row 1.
 //
 //   * A kernel (`__global__`; below, KERNEL) is a function that many threads run at once. Each asks who it is
-//     (threadIdx.x in its block, blockIdx.x in the grid) and computes its own share. No thread loops over the
-//     row.
+//     (threadIdx.x in its block, blockIdx.x in the grid) and computes its own share. The loop over the columns is
+//     gone: each column has its thread.
 //   * The grid is all blocks of a launch. Blocks run in any order and do not wait for each other.
 //   * The threads of a block can wait for each other (`__syncthreads`, a barrier) and have some fast memory
 //     in common, the shared memory (`__shared__`). A thread's own variables are registers.
@@ -58,9 +58,9 @@
 // Letters as everywhere: B batch, T time, C model width, H query heads, G key/value heads, D head width, F
 // feed-forward width, V vocabulary, K prediction heads, N = B*T tokens.
 //
-// Memory traffic makes such kernels slow, not arithmetic. An H200 can move 4.3 TB/s and multiply and add 700
-// TFLOP/s in bf16: 160 operations for each byte. A norm has one or two for each byte. So reading and writing the
-// activations takes more time than anything computed from them. Therefore
+// Memory traffic makes such kernels slow, not arithmetic. An H200 copies 4.3 TB/s and computes bf16 products at 700
+// TFLOP/s (measured): 160 operations in the time of a byte. A norm has about one for each byte. So reading and
+// writing the activations takes more time than anything computed from them. Therefore
 //   * functions that follow each other are fused into one kernel, so that a tensor is read and written once:
 //     the residual add with the norm after it, the norm's backward with the add of its gradient to the
 //     residual's, softmax with its loss and its gradient;
@@ -70,8 +70,8 @@
 //     neighbouring threads move neighbouring bytes.
 //
 // All arithmetic is fp32, except in drawing a token (section 9). CuPy compiles with -ftz=true: a result below
-// 1.2e-38 becomes 0. There are no atomics (sums to which blocks add when they happen to be ready): every sum has
-// one order, so two runs give the same bits.
+// 1.2e-38 becomes 0. No kernel uses atomics, by which blocks add to one number in the order in which they happen to
+// be ready. So every sum has one order, and two runs give the same bits.
 //
 // model_gpu.py puts flash_attn.cu behind this file, and compiles both as one text. Two macros matter here:
 //     -DBF16=0 or 1     for both files: chooses `real`, the type in which activations and the matrices that
@@ -125,11 +125,11 @@ __device__ unsigned pack_bf16(float low, float high) {
 #endif
 
 #if BF16
-typedef unsigned short real;  // bf16: the upper half of a float
+typedef unsigned short real;  // bf16, the upper half of a float; to_float and load8 read it, store and store8 write it
 typedef const real* Reals;
 typedef uint4 Packed;         // eight numbers as they lie in memory
 
-// A bf16 number as a float. In a word of two numbers it is the lower one.
+// A bf16 number as a float; of a word of two, the lower one.
 __device__ float to_float(unsigned word) { return __uint_as_float(word << 16); }
 
 __device__ Eight unpack8(Packed w) {
@@ -197,8 +197,8 @@ __device__ T lanes_max(T x, int first, int end) {
 }
 
 // Sum and maximum over the block. Every thread receives the same number. First each warp sums its own, then all
-// threads sum over the warps. `slots` are 32 numbers of shared memory for that, which no thread may still be
-// reading.
+// threads sum over the warps. `slots` are 32 numbers of shared memory for that. No barrier stands at the end: so the
+// next call takes other slots, or comes after a barrier.
 __device__ float block_sum(float x, float* slots) {
     x = warp_sum(x);
     if (LANE == 0) slots[WARP] = x;
@@ -299,10 +299,10 @@ KERNEL rmsnorm_forward(real* out, float* rstd, real* x,
 // dgain is a sum over rows, taken in two stages. Here each block sums its rows n = block, block + blocks, ...
 // and writes a row of partial. Then column_sum adds the rows of partial.
 //
-// The sum within a row takes a barrier. Memory would stand idle at it. So each round of the loop first loads row
-// `next` (once the row that it holds is unpacked), and then computes row n, which the round before has loaded. The
-// first round only loads, the last one only computes. Each round gives block_sum the other half of `slots`; so one
-// barrier a row is enough.
+// The sum within a row takes a barrier. Memory would stand idle at it. So the loop is a pipeline: a round unpacks the
+// row that the round before has loaded, starts to load row `next`, and then computes with what it has unpacked. The
+// first round only loads; the last one, of a `next` past N, only computes. Each round gives block_sum the other half
+// of `slots`; so one barrier a row is enough.
 // Grid (at most N blocks: the rows of partial); C/8 threads, rounded up to whole warps.
 KERNEL __launch_bounds__(ROW_THREADS)
 rmsnorm_backward(real* dx, float* partial, Reals dout,
@@ -567,7 +567,7 @@ KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
 // in X.
 //
 // The new mean is m, and newton_schulz takes u = momentum m + (1 - momentum) grad (Nesterov). It divides u by its
-// norm, for which the first kernel leaves sums of squares.
+// norm, for which muon_momentum leaves sums of squares.
 __device__ Eight running_mean(Eight m, Eight g, float momentum) {
     FOR(j, 8) m.x[j] = momentum * m.x[j] + (1.0f - momentum) * g.x[j];
     return m;
@@ -614,7 +614,7 @@ KERNEL muon_input(real* X, float* grad,
     }
 }
 
-// Covers the polynomial of newton_schulz: B (side, side) holds A^2, and becomes a I + b A + c A^2.
+// Covers the polynomial of newton_schulz, with A = X X^T: B (side, side) holds A^2, and becomes a I + b A + c A^2.
 // Grid (ceil(side^2 / 2048), matrices); 256 threads.
 KERNEL muon_polynomial(real* B, Reals A, int side, float a, float b, float c) {
     int i = own_eight(blockIdx.x);
@@ -718,10 +718,12 @@ matmul(void* out, Reals a, Reals b,
 //     decode_residual     h  ->  x                 reads down
 //
 // n is the number of new tokens, one row of x each. Rows come in groups of at most GROUP_ROWS, which share one reading
-// of the weights; blockIdx.y counts the groups. The arithmetic of a row does not depend on n. So verifying
-// several drafted tokens at once gives the same bits as decoding them one by one.
+// of the weights; blockIdx.y counts the groups (in decode_attention, which reads no weights, the rows). The arithmetic
+// of a row does not depend on n. So verifying several drafted tokens at once gives the same bits as decoding them one
+// by one.
 //
-// Every step makes the same launches. What differs lies in the GPU's memory, and so a CUDA graph can replay them:
+// For one n (and one number of heads) every step makes the same launches, so a CUDA graph can replay them. What differs
+// is copied to the GPU's memory before: the tokens, what `draw` needs (section 9), and
 //
 //     lengths (n)     how many tokens of its text are in the cache before each new token
 //     times (n)       the position in its text of what is drawn after each row
@@ -736,8 +738,8 @@ constexpr int GROUP_ROWS = 4;
 //   * When each block of the kernel ahead has called start_next or has ended, blocks of this one enter where there
 //     is room.
 //   * They may read weights at once, because no kernel of decoding writes these. They may read `lengths`, `times`
-//     and draw's `drawing` at once: these were copied before the first kernel of the step began, whose launch is an
-//     ordinary one.
+//     and draw's `drawing` at once: these were copied before the first kernel of the step began. (That one is
+//     launched in the ordinary way, so it waits for the copies.)
 //   * Before they touch anything else they call await_last, which waits for the end of the kernel ahead.
 //   * A prefetch brings memory to the L2 cache and returns no value, so it need not wait.
 // On earlier GPUs start_next, await_last and prefetch do nothing: each kernel starts at the end of the one ahead.
@@ -761,10 +763,17 @@ struct Product {
     int n, I;
 };
 
-// For each row r of a group of at most N rows of x: a = x_r . w_a and b = x_r . w_b, with two rows of w. One lane of
-// the warp hands them to take(r, a, b). (two_products, below, calls this with the N that fits.) If the group has fewer
-// than N rows, the last one is computed again, and that result is dropped: so no branch is needed. For every N the
-// terms of a row's sum are added in the same order, so a row gets the same bits.
+// For each row of x in this block's group (GROUP_ROWS of them): its products a with row w_a of w, and b with row w_b.
+// One lane of the warp hands them to take(row, a, b). two_products, below, is what the kernels call.
+//
+// Reading w takes the time. So a warp reads the two rows of w once, eight numbers a lane at a time, for all rows of the
+// group. `warps` of them share the columns: then what each hands to take is only its part of the sums. (A gain needs
+// warps = 1, because the squares of the norm are not added over warps.) The factor rstd of the norm is common to all
+// terms of a row's sum. So it comes at the end, and nothing waits for it.
+//
+// N is a number that the compiler knows, so that the sums can be registers: at least the rows that are left in the
+// group. If they are fewer, the last one is computed again, and that result is dropped: so no branch is needed. For
+// every N the terms of a row's sum are added in the same order, so a row gets the same bits.
 template <int N, class Take>
 __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Take take) {
     constexpr int AHEAD = N == 1 ? 3 : 2;  // loads of each row of w that are under way at once
@@ -808,11 +817,7 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
     }
 }
 
-// For each row of x in this block's group: its products a with row_a of w, and b with row_b of w. take(row, a, b)
-// receives them. w is what the kernel waits for. So a warp reads the two rows of w once, eight numbers a lane at a
-// time, for all rows of its group. The factor rstd of the norm is common to all terms of a row's sum. So it comes
-// at the end, and nothing waits for it. warps: the number of warps that share the columns of w. What each of them
-// hands to take is only its part of the sum.
+// products_of_rows with the smallest N that does. row_a, row_b: the numbers of the two rows of w.
 template <class Take>
 __device__ void two_products(Product of, int row_a, int row_b, int warps, Take take) {
     Reals w_a = of.w + Index(row_a) * of.I;
@@ -928,21 +933,21 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     int length = lengths[row] + 1;
     int group_lanes = D / 8;         // lanes of a group, eight columns each
     int groups = 32 / group_lanes;   // of a warp
-    int piece = LANE % group_lanes;
-    int column = threadIdx.x;
+    int own = LANE % group_lanes;   // this lane's number in its group
+    int thread = threadIdx.x;
     int step = WARPS * groups;  // of the block's groups each takes a key
     Index width = 2 * G * D;
     Reals q = qkv + Index(row * (H + 2 * G) + h) * D;
     Reals keys = cache + row * stride * width + h / (H / G) * D;
     start_next();
     // While the kernel ahead still runs, thread i asks for key i of the text and its value, 128 bytes at a time.
-    Reals early = keys + min(column, length - 1) * width;
+    Reals early = keys + min(thread, length - 1) * width;
     FOR_STRIDED(d, 0, D, 128 / sizeof(real)) {
         prefetch(early + d);
         prefetch(early + G * D + d);
     }
     await_last();
-    Eight q8 = load8(q + 8 * piece);
+    Eight q8 = load8(q + 8 * own);
     float m = MASKED, l = 0.0f;
     Eight sum = {};
     auto rescale = [&](float larger) {  // l and sum become relative to a larger maximum
@@ -957,7 +962,7 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
         Packed v[4];
         FOR(i, 4) {
             int j = first + i * step;
-            Reals key = keys + min(j, length - 1) * width + 8 * piece;
+            Reals key = keys + min(j, length - 1) * width + 8 * own;
             v[i] = load_packed(key + G * D);
             float dot = lanes_sum(dot8(q8, load8(key)), 1, group_lanes);
             score[i] = j < length ? dot * rsqrtf(float(D)) : MASKED;
@@ -978,15 +983,15 @@ decode_attention(real* y, Reals qkv, Reals cache, Ints lengths, int stride, int 
     if (LANE < group_lanes) part_y[WARP][LANE] = sum;
     if (LANE == 0) part_ml[WARP] = {m, l};
     __syncthreads();
-    if (column >= D) return;
+    if (thread >= D) return;         // now a thread owns a column of y
     float all_l = 0.0f, all_y = 0.0f;
     FOR(w, WARPS) m = fmaxf(m, part_ml[w].x);
     FOR(w, WARPS) {
         float factor = expf(part_ml[w].x - m);
         all_l += factor * part_ml[w].y;
-        all_y += factor * part_y[w][column / 8].x[column % 8];
+        all_y += factor * part_y[w][thread / 8].x[thread % 8];
     }
-    store(y + Index(row * H + h) * D + column, all_y / all_l);
+    store(y + Index(row * H + h) * D + thread, all_y / all_l);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -1003,7 +1008,7 @@ __device__ Bits order_key(float x, int id) {
 
 __device__ int id_of(Bits key) { return ~key & 0xFFFF; }
 
-// Covers gumbel, in its letters.
+// Covers gumbel, with the same names.
 __device__ double gumbel(Bits seed, int t, int id) {
     Bits z = seed;
     FOR(i, 2) {
@@ -1064,7 +1069,7 @@ KERNEL draw(int* ids, Floats logits,
     else if (top_k > 0 && top_k < vocab) floor = key_where(top_k, 0.0f);
     if (drawing[1] < 1.0) {
         float mass = float(drawing[1]) * weight_from(floor, scale, 0);
-        floor = max(floor, key_where(mass, scale));  // which uses slots[1] first
+        floor = max(floor, key_where(mass, scale));  // begins with slots[1]: slots[0] may still be read
     }
 #pragma unroll 4
     FOR_STRIDED(id, threadIdx.x, vocab, 1024)

@@ -7,7 +7,7 @@ how a GPU does it.  From top to bottom:
     1. pick                             which engine serves
     2. Gpu, gemm                        compiled kernels, how they are launched, matmuls
     3. NAME_forward / NAME_backward     every layer as a pair: a matmul by cuBLAS, or a kernel; loss, optimizers
-    4. Model, Decoder, Nccl             the same face as in model_cpu; sums over several GPUs
+    4. Model, Decoder, Nccl             the same methods as in model_cpu; sums over several GPUs
     5. trunk_table, work_table          what a step computes in (section 2 of model_cpu)
 
 Read kernels.cu section by section, beside the functions that launch its kernels:
@@ -42,8 +42,8 @@ What has no function here:
     rotated_part, split_heads, by_group          the kernels know where heads lie
     layer_matrices                               muon_tables says where matrices lie
 
-Model._trunk is the function trunk, which the Decoder calls, too.  A thread's Workspace is the memory of
-Model._reserve.  What both engines share, such as generate, stands in model_cpu alone.
+model_cpu's Model._trunk is the function trunk here, which the Decoder calls, too.  Its Workspace is the memory that
+Model._reserve allocates.  What both engines share, such as generate, stands in model_cpu alone.
 
 Three precisions.  A number in 32, 19 or 16 bits, each letter a bit: s sign, e exponent, m mantissa.
 
@@ -53,14 +53,15 @@ Three precisions.  A number in 32, 19 or 16 bits, each letter a bit: s sign, e e
 
 A leading 1 of the mantissa is not stored, so numbers have 24, 11 or 8 significant bits.
 The weights themselves ("master" weights), their gradients and moments are always fp32, because an update is often
-smaller than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and losses are fp32 in each.
+smaller than the spacing of bf16 numbers and would be lost.  Sums, norms, softmax and losses are computed in fp32 in
+each.  (But in bf16 the residual stream x is stored rounded to bf16 after each substep.)
 
 How a step stays fast.  The host only launches work, in order, and runs ahead of the GPU: no part of a step waits for
 a result, and the work memory was allocated before.  What one kernel writes and the next one reads is the traffic that
 costs time, so neighbouring functions are fused (kernels.cu).
 
-What this file does not do: no CUDA (kernels.cu, flash_attn.cu); no GPU but NVIDIA's.  The file can be imported where
-there is no CuPy or no GPU; pick and Model then say what is missing.
+What is not here: the CUDA itself (kernels.cu, flash_attn.cu), and any GPU that is not NVIDIA's.  The file can be
+imported where there is no CuPy or no GPU; pick and Model then say what is missing.
 """
 import collections
 import dataclasses
@@ -190,10 +191,10 @@ class Gpu:
         self.eps = float(config.norm_eps)
         notice = threading.Timer(0.5, print, ["Compiling the CUDA kernels for this GPU (kept for the next run)."],
                                  {"file": sys.stderr})
-        notice.start()    # speaks only if this takes time: compiled kernels load at once
+        notice.start()    # it prints after half a second; kernels that were compiled before load sooner
         hopper = HOPPER and capability() == 90
         shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
-        large = HOPPER and shared >= 128 << 10
+        large = HOPPER and shared >= 132 << 10      # two blocks of 65 KB, and 1 KB for each
         parts, self.flash_rows, self.shared = flash_sizes(precision, config.head_dim, large)
         options = [f"-DBF16={int(precision == 'bf16')}", f"-DROW_THREADS={row_threads(config.dim)}",
                    f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
@@ -364,7 +365,8 @@ def rope_forward(gpu, qkv, T, cache=None, lengths=None):
 def flash_sizes(precision, D, large):
     """-> (the macro PARTS of flash_attn.cu; the rows of queries or keys that a block takes; of each kernel its bytes of
     shared memory).  The readable kernels serve for fp32, and for tf32 with D = 128, where a block of the others would
-    need 192 KB of it; else those for tensor cores.  large: whether the GPU has the shared memory for two parts."""
+    need 192 KB of it; else those for tensor cores.  large: whether a multiprocessor has room for two blocks of two
+    parts."""
     if precision == "fp32" or precision == "tf32" and D > 64:
         return 0, 4096 // D, {}
     parts = 2 if large and precision == "bf16" and D <= 64 else 1
@@ -373,6 +375,7 @@ def flash_sizes(precision, D, large):
     stages = 4 * 64 * row                           # two stages of 64 rows of two arrays: K and V, or Q and dO
     return parts, 64 * parts, {"flash_forward": own + stages,
                                "flash_backward_dq": 2 * own + stages,
+                               # and lse and delta of 64 queries in two stages, 4 bytes each
                                "flash_backward_dkdv": 2 * own + stages + 16 * 64}
 
 
@@ -580,8 +583,8 @@ def allocate(empty, table):
 
 class Inputs:
     """What a call sends to the GPU, in one copy.  From pinned host memory a copy runs while the host goes on.  Before
-    the host writes there again, `send` waits until the last copy is done.  By then the GPU has just begun the step
-    before.  So it has work while the host prepares the next one."""
+    the host writes there what step n needs, `send` waits until the copy of step n - 1 is done.  The GPU has then just
+    begun step n - 1.  So it has work while the host prepares step n."""
 
     def __init__(self, table):
         self.device, self.arrays = allocate(cupy.empty, table)
@@ -632,7 +635,9 @@ class Model:
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
     hand."""
-    draft_heads = 1     # heads whose drafts pay: two rows take 1.2 times as long as one, four 1.65 times
+    # Two rows take 1.2 times as long as one, four 1.65 times.  So a text comes 1.1 to 1.3 times as fast with one draft,
+    # and 0.9 to 1.2 times with three (docs/results.md)
+    draft_heads = 1
 
     def __init__(self, config, seed=0, precision=None, micro_batch=None, matmul="cublas", training=True,
                  optimizer="adamw"):
@@ -907,7 +912,7 @@ class Decoder(model_cpu.Decoder):
         logits = []
         for part in slices_of(len(tokens), self.most_rows):
             few = tokens[part]
-            self.draw(few, 1, c.predict, 0, Sampling(temperature=0))
+            self.draw(few, 1, c.predict, 0, Sampling(temperature=0))        # for its logits; the ids are not used
             logits.append(cupy.asnumpy(self.buffers.logits[:len(few)]))
         return np.concatenate(logits).reshape(-1, c.predict, c.vocab)
 

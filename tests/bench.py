@@ -1,19 +1,20 @@
 """The README's numbers, each by one command.  With --peer the peer is measured in the same run.
 
-    python tests/bench.py                   what this machine can measure, or one by its name:
+    python tests/bench.py                   what this machine can measure, but scale and curves; or one by its name:
     python tests/bench.py cpu               a training step on the CPU, beside PyTorch's
     python tests/bench.py tokenizer         beside tokenizers and tiktoken; --text FILE, --gpt2 DIR
     python tests/bench.py euler             are the layers of the model in out/small steps of a solver?
     python tests/bench.py decode --peer     generation, on the GPU where there is one
     python tests/bench.py train --peer      a training step on a GPU, as are all below; --optimizer muon: with Muon on both sides
-    python tests/bench.py train --peer --batch 16 --context 1024        the original's step: its time and its memory
+    python tests/bench.py train --peer --batch 16 --context 1024        the step that the C original prints: its time and its memory
     python tests/bench.py attention         beside PyTorch's cuDNN, its FlashAttention 2, and one that stores T x T
     python tests/bench.py scale --gpus 2 --peer
     python tests/bench.py curves --tokens data/train-KEY.bin --val data/val-*.bin
     HOPPER=0 python tests/bench.py ...      on a Hopper: what a GeForce RTX 30 or 40 runs
 
-A figure is the best of several rounds.  A round runs each row once, so that a busy machine slows ours and the peer alike.
-The first peer is the hardest that we can write, the next the one that a user would write: tests/peers/torch_twin.py.
+A figure is the best of several rounds.  A round runs each row once (in scale one row after the other), so that a busy
+machine slows ours and the peer alike.  On a GPU the first peer of train and decode is the hardest that we can write, the
+next the one that a user would write: tests/peers/torch_twin.py.
 """
 import argparse
 import importlib
@@ -339,7 +340,8 @@ def peers_on_cpu(model):
 
 
 def peers_on_gpu(model):
-    """PyTorch's step, compiled and in a CUDA graph; "tuned" is the harder peer.  Its tokens are read one by one, as ours are."""
+    """PyTorch's step, compiled and in a CUDA graph; "tuned" is the harder peer.  Its tokens are read one by one, as ours are.  The graph is
+    one of fixed shapes: its attention reads all places of the cache, masked, so its time does not depend on the position."""
     import torch_twin
     twin = twin_of(model, "cuda").bfloat16()
 
@@ -487,7 +489,7 @@ def bench_scale(gpus=0, batch=64, optimizer="adamw", peer=False, rounds=5):
         model = model_gpu.Model(config, precision="bf16", micro_batch=batch, optimizer=optimizer)
 
         def step():
-            model.forward(tokens, targets, [targets.size * ranks.size] * config.predict)
+            model.forward(tokens, targets, [tokens.size * ranks.size] * config.predict)
             model.backward()
             model.update(3e-4)
 
@@ -532,7 +534,7 @@ def windows_at(ids, starts, config):
 
 def curve(step, losses, ids, held_out, config, steps, lr, batch, seed):
     """Train with warmup and a cosine by step(inputs, targets, lr) -> [(tokens, seconds, nats a held-out token by kind of text)],
-    sixteen times in the run; evaluating takes no seconds.  losses(inputs, targets) -> those of the heads."""
+    about sixteen times in the run; the time of the evaluations is not counted.  losses(inputs, targets) -> those of the heads."""
     T = config.context
     starts = default_rng(seed).permutation(len(ids) // T - 1) * T
     points = []
@@ -541,7 +543,7 @@ def curve(step, losses, ids, held_out, config, steps, lr, batch, seed):
     started = time.perf_counter()
     for i in range(steps):
         chosen = np.take(starts, range(i * batch, (i + 1) * batch), mode="wrap")
-        decay = 0.55 + 0.45 * math.cos(math.pi * (i - warmup) / steps)
+        decay = 0.55 + 0.45 * math.cos(math.pi * (i - warmup) / steps)      # from 1 to about a tenth
         step(*windows_at(ids, chosen, config), lr * min((i + 1) / warmup, decay))
         if (i + 1) % max(1, steps // 16) and i + 1 < steps:
             continue

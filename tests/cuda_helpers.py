@@ -17,7 +17,7 @@ reads or writes past its end raises KernelError; before it are NaN bytes, and ch
 wrote there.
 
 A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, by a macro or not, with or without
-__launch_bounds__; PTX only inside `#ifndef CUDA_ON_CPU`, in wrappers of the names in cuda_on_cpu.h's last section;
+__launch_bounds__; PTX only where g++ does not see it (`#ifndef CUDA_ON_CPU`), in wrappers of the names in cuda_on_cpu.h's last section;
 dynamic shared memory declared as `extern __shared__ T name[];`, aligned or not; and nothing that is in neither CUDA nor
 cuda_on_cpu.h.
 

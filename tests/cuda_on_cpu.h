@@ -3,22 +3,28 @@
 // tests/cuda_helpers.py puts a .cu file behind this header, compiles the pair with g++ and launches the kernels from
 // Python. The header supplies the words of CUDA that our kernels use: threadIdx, __shared__, __syncthreads, shuffles,
 // and, because g++ knows no PTX, its own versions of the small wrappers around tensor-core and asynchronous-copy
-// instructions (the last section; the .cu file hides its PTX versions behind `#ifndef CUDA_ON_CPU`).
+// instructions (the last section; flash_attn.cu hides its PTX versions behind `#ifndef CUDA_ON_CPU`).
 //
-// It is not a simulator of a GPU's speed but an adversary of its freedom: it picks, among the orders of execution
-// that CUDA allows, extreme ones.
+// It does not simulate a GPU's speed. Among the orders of execution that CUDA allows it picks extreme ones, in which a
+// kernel that relies on another order fails:
 //   * Every thread of a block is a fiber (a stack of its own, switched by hand). A fiber runs alone until it reaches a
 //     point of synchronisation, then the next one that may run is picked: the lowest number (order 0), the highest
 //     (order 1), or one drawn from a seeded generator (order 2). Lanes of a warp do NOT move in lockstep: they meet
 //     only where the source makes them meet. So a missing barrier lets a thread read what is not there yet, or
-//     overwrite what another still needs. Blocks run in the same kind of order.
+//     overwrite what another still needs. Blocks run in ascending order (0), in descending order (1), or in
+//     ascending order from a drawn one on (2).
 //   * Shared memory is filled with NaN bytes (0xFF) before each block.
-//   * Memory that no array owns cannot be read or written (cuda_helpers.guarded() lets it begin where an array ends).
+//   * The megabyte behind an array cannot be read or written. Before an array lie NaN bytes; whether a kernel has
+//     written there is seen afterwards (cuda_helpers.guarded and check_guards).
 //   * An asynchronous copy spoils its destination with NaN bytes when it is issued (it might land at once, under a
 //     late reader) and lands only when its thread waits for it (it might be late, too).
 //   * ldmatrix reads a lane's row when that lane arrives, before the other lanes have arrived.
-// What it cannot see: a race that none of the orders tried brings to light, and a lane that relies on a shuffle, a vote
-// or a matrix instruction to order shared memory: those wait for all lanes here and hide a missing __syncwarp before.
+// What it cannot see:
+//   * a race that none of the orders tried brings to light
+//   * a lane that relies on a shuffle, a vote or a matrix instruction to order shared memory: those wait for all lanes
+//     here, and hide a missing __syncwarp before
+//   * a kernel that starts before the one ahead of it has ended, and reads what that writes without await_last: here
+//     kernels run one after the other, and await_last does nothing
 #pragma once
 #include <math.h>
 #include <signal.h>
@@ -39,7 +45,7 @@
 
 #define CUDA_ON_CPU 1
 #ifndef BF16
-#define BF16 0          // which a .cu file is given, but not the kernel of its primer
+#define BF16 0          // the test of the primer compiles its kernel without -DBF16
 #endif
 #define __global__
 #define __device__
@@ -427,7 +433,7 @@ static inline int __any_sync(unsigned mask, int predicate) {
 // ---------------------------------------------------------------------------------------------------------------
 
 #define __expf inexact_exp
-// Less exact than expf, as on a GPU; more so than there, so that tests in fp32 see it.
+// Less exact than expf, as on a GPU; and on purpose less exact than there, so that tests in fp32 see it.
 static inline float inexact_exp(float x) { return exp2f(1.4426f * x); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
@@ -556,7 +562,7 @@ static inline void cp_async_wait() {
 }
 
 // Hopper's products: c (16 of 64 rows x 64) += a b, k = 16.               wgmma.mma_async m64n64k16
-// They read shared memory by its addresses, whose bits 4 to 6 are XORed with bits 7 to 9, in units of 16 bytes.
+// They read shared memory by its addresses in bytes, of which bits 4 to 6 (the chunk) are XORed with bits 7 to 9 (the row).
 static inline unsigned long long wgmma_tile(const char* rows) { return (uintptr_t)rows / 16; }
 
 namespace cuda_on_cpu {
@@ -604,8 +610,8 @@ static inline void wgmma_ab(float* c, const unsigned* a, unsigned long long b) {
 }
 
 static inline void wgmma_begin() { cuda_on_cpu::self->begun = true; }
-static inline void wgmma_sees() { cuda_on_cpu::self->unseen = false; }
-// All products are waited for; but only of c does the compiler know that it is used later.
+static inline void fence_for_wgmma() { cuda_on_cpu::self->unseen = false; }
+// The instruction waits for all products. Here only those of c arrive, so that a missing finish(C) is seen.
 static inline void wgmma_wait(float* c) {
     using namespace cuda_on_cpu;
     for (size_t i = self->products.size(); i-- > 0;)
