@@ -81,7 +81,7 @@ install = $(RUN) -m pip install --quiet --disable-pip-version-check $(1) || { \
 	echo "error: pip could not install the packages (see above); is there a network, and room on the disk?" >&2; exit 2; }
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The model.  An interrupted run is continued, and a finished one is left alone.
+# The model.  An interrupted run is continued.  A finished one is only measured again.
 
 model: $(VENV)/packages
 	@if [ -f out/small/config.json ]; then \
@@ -146,6 +146,6 @@ gpu: $(VENV)/packages
 # ----------------------------------------------------------------------------------------------------------------------
 clean:
 	rm -rf $(VENV) .pytest_cache __pycache__ tests/__pycache__ tests/peers/__pycache__
-	rm -f data/*.bin data/plain-*.txt data/*.new data/*.part data/books/*.part data/books/*.new
+	rm -f data/*.bin data/plain-*.txt data/*.new data/*.part data/books/*.part data/books/*.new out/smollm2/*.part
 	rm -rf data/fetch.lock
 	@echo "Kept: the texts in data/ and the models in out/ (delete them by hand)."

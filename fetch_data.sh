@@ -38,7 +38,7 @@ AGENT="NanoEuler-fetch_data.sh/1.0 (a language model for teaching; fetches a few
 FETCH_TIMEOUT=${FETCH_TIMEOUT:-7200}    # for one file; a connection that stalls for a minute ends sooner
 FETCH_PAUSE=${FETCH_PAUSE:-2}           # what Project Gutenberg asks of programs
 
-# 2 GB of English is about 600 million tokens of a vocabulary of 4,096 (3.3 bytes each).  Four epochs of them,
+# 2 GB of English is about 600 million tokens of a vocabulary of 4,096 (3.4 bytes each).  Four epochs of them,
 # which are about as good as new text (Muennighoff et al., 2023), are 20 tokens for each parameter of the big
 # model (Hoffmann et al., 2022).
 WEB_MB=${WEB_MB:-2000}
@@ -63,7 +63,7 @@ usage="usage: ./fetch_data.sh WORD...
   all           books, web and instructions
 Into data/ and out/ of the current folder.  Run again, it goes on, and fetches only what is missing.
 web, blimp and preferences read with DuckDB's command line, which they install if make was run.
-Environment (BOOK_IDS: an example; the other numbers are those of now):
+Environment, with its values now (but BOOK_IDS is an example):
   WEB_MB=$WEB_MB: MB of web text
   WEB_SCORE=$WEB_SCORE WEB_LANGUAGE_SCORE=$WEB_LANGUAGE_SCORE: the lowest scores of a page that is taken
   BOOK_IDS='1342 2701': these books instead of the list
@@ -97,9 +97,9 @@ quietly() {
     return $code
 }
 
-# curl_below MOST WORD...: curl, for a file of MOST bytes.  Before version 8.4 curl stops there only where the
-# server announces a length.  Elsewhere the system stops it, a megabyte later.  -q comes first: the options that a
-# user may have in ~/.curlrc are not read, since some of them (include) change what is written into a file.
+# curl_below MOST WORD...: curl, for a file of at most MOST bytes.  Before version 8.4 curl stops at MOST only if the
+# server announces a length.  So ulimit lets the system stop it, a megabyte later.  -q must come first: then curl does
+# not read the user's ~/.curlrc, whose options may change what is written into a file.
 curl_below() {
     ulimit -Sf $(($1 / 1024 + 1024)) 2>/dev/null || true        # or at a lower limit that there is already
     exec curl -q --max-filesize "$@"
@@ -124,7 +124,8 @@ get() {
         --continue-at - --write-out '%{http_code}' --output "$part" "$url" || code=$?
     message=${message#*curl: (*) }      # of "curl: (6) No such host" the end; else the answer's code, 200
     [ ! -f "$part" ] || [ "$(size "$part")" -le "$most" ] || code=63
-    # The server cannot resume, or it has nothing more to send: start again from the first byte.
+    # The server cannot resume (curl's error 33), or has nothing more to send (HTTP's 416): start again from the first
+    # byte.
     if [[ $code:$message =~ ^(33:|0:416|22:.*416) && -s $part ]]; then rm -f "$part"; get "$@"; return; fi
     case "$code:$message" in
         0:200 | 0:206 | 0:000)          # 000: it came from file://
@@ -169,6 +170,7 @@ accept() {
 import json, pathlib, re, sys
 
 GUTENBERG = rb"\s+OF\s+(THE\s+|THIS\s+)?PROJECT\s+GUTENBERG"
+# For example "*** START OF THE PROJECT GUTENBERG EBOOK EMMA ***".
 BEFORE = rb"^(([^A-Z0-9\n]*\n)?[^A-Z0-9\n]*|.*\* *)"       # stars and the like; or anything, but then a star
 CLOSED = rb"((.*\n(?!\n)){0,4}?.*\*|.*)$"                   # up to a star that ends a line, if one comes soon
 START = BEFORE + rb"START" + GUTENBERG + CLOSED + rb"|^.*\*END[* ]*THE SMALL PRINT" + CLOSED

@@ -585,7 +585,7 @@ __device__ void mask_future(Scores& S, int query, int key) {
     }
 }
 
-constexpr bool WARPGROUP = HOPPER && BF16 && D == 64;  // the products are Hopper's
+constexpr bool USE_WGMMA = HOPPER && BF16 && D == 64;  // the products are Hopper's
 
 // A block's own tile has PARTS parts of 64 rows. A warp has 16 rows of each part. The other side comes in tiles of 64
 // rows. With two parts each of these tiles is used twice. Two things allow one part only:
@@ -615,7 +615,7 @@ __device__ int offset(int row, int chunk) {
 
 // Starts copying rows first .. first + COUNT - 1 of a head; zeros past the end.
 template <int COUNT>
-__device__ void load(char* tile, Matrix from, int first) {
+__device__ void start_load(char* tile, Matrix from, int first) {
     constexpr int PASS = THREADS / CHUNKS;  // rows per pass: a multiple of 8, so every pass sees the same swizzle
     int row = threadIdx.x / CHUNKS;
     int chunk = threadIdx.x % CHUNKS;
@@ -629,17 +629,17 @@ __device__ void load(char* tile, Matrix from, int first) {
 }
 
 // Starts copying 64 rows of two heads into stage n % 2 of two.
-__device__ void load_stage(char* stages, int n, Matrix x, Matrix y, int first) {
+__device__ void start_stage(char* stages, int n, Matrix x, Matrix y, int first) {
     char* stage = stages + n % 2 * 2 * TILE_BYTES;
-    load<64>(stage, x, first);
-    load<64>(stage + TILE_BYTES, y, first);
+    start_load<64>(stage, x, first);
+    start_load<64>(stage + TILE_BYTES, y, first);
 }
 
 // Waits until what was loaded has arrived for all threads, and all are done with the stage that they used last: the
 // next copy may go there.
 __device__ void wait_for_stage() {
     cp_async_wait();
-    if (WARPGROUP) fence_for_wgmma();
+    if (USE_WGMMA) fence_for_wgmma();
     __syncthreads();
 }
 
@@ -731,7 +731,7 @@ __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
 // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
 // `finish` comes before S is used.
 __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
-    if (WARPGROUP) {
+    if (USE_WGMMA) {
         wgmma_begin();  // step is `add` as well: the first writes S, the others add to it
         EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
     } else {
@@ -753,7 +753,7 @@ __device__ void gemm_ab(Rows& O, const Scores& P, const char* B) {
     constexpr int LEFT = 8 / PIECES;    // left operands
     unsigned a[LEFT][4];
     EACH(n, LEFT) EACH(i, 4) a[n][i] = left_operand(P, PIECES * n, i);
-    if (WARPGROUP) {
+    if (USE_WGMMA) {
         wgmma_begin();
         EACH(n, LEFT) wgmma_ab(O[0], a[n], wgmma_tile(B + 16 * n * ROW_BYTES));
     } else EACH(n, LEFT) EACH(d, D / 8 / PIECES) {
@@ -765,7 +765,7 @@ __device__ void gemm_ab(Rows& O, const Scores& P, const char* B) {
 
 // Waits for what was begun, C among it.
 __device__ void finish(float (*C)[4]) {
-    if (WARPGROUP) wgmma_wait(C[0]);
+    if (USE_WGMMA) wgmma_wait(C[0]);
 }
 
 // The product of two words; in bf16 the product of their lower halves + that of their upper halves.
@@ -788,7 +788,7 @@ template <class Step>
 __device__ void over_keys(char* stages, Heads in, int i, Step step) {
     int tiles = (min((i + 1) * ROWS, in.k.T) + 63) / 64;
     FOR(j, tiles) {
-        if (j + 1 < tiles) load_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
+        if (j + 1 < tiles) start_stage(stages, j + 1, in.k, in.v, 64 * (j + 1));
         EACH(part, PARTS)
             if (j <= PARTS * i + part) step(stages + j % 2 * 2 * TILE_BYTES, 64 * j, part);
         wait_for_stage();
@@ -805,8 +805,8 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     int first = i * ROWS + row;                  // the query in that row
     Heads in = heads_of(qkv, at);
 
-    load<ROWS>(Q_tile, in.q, i * ROWS);
-    load_stage(stages, 0, in.k, in.v, 0);
+    start_load<ROWS>(Q_tile, in.q, i * ROWS);
+    start_stage(stages, 0, in.k, in.v, 0);
     wait_for_stage();
     Rows O[PARTS] = {};
     float maximum[PARTS][2];
@@ -858,7 +858,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
 
 // --- Backward: dQ, and delta for dK and dV -------------------------------------------------------------
 
-KERNEL __launch_bounds__(THREADS, WARPGROUP ? 3 : 2)  // with wgmma few enough registers are needed for three blocks
+KERNEL __launch_bounds__(THREADS, USE_WGMMA ? 3 : 2)  // with wgmma few enough registers are needed for three blocks
 flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
                   Reals qkv, float* delta, Floats angles, int T, int H, int G) {
     Place at = own_place(T, H, G);
@@ -871,9 +871,9 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     int first = i * ROWS + row;
     Heads in = heads_of(qkv, at);
 
-    load<ROWS>(Q_tile, in.q, i * ROWS);
-    load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
-    load_stage(stages, 0, in.k, in.v, 0);
+    start_load<ROWS>(Q_tile, in.q, i * ROWS);
+    start_load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
+    start_stage(stages, 0, in.k, in.v, 0);
     float lse2[PARTS][2], Delta[PARTS][2];
     // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
     uint4 O[PARTS][2][CHUNKS_OF_A_LANE];
@@ -946,16 +946,16 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
 
     int end = at.h + H / G;  // of the heads of the group
     int next = j * ROWS;     // the first query of the stage that is being loaded; at.h is its head
-    auto load_queries = [&](int n, int query) {
-        load_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
+    auto start_queries = [&](int n, int query) {
+        start_stage(stages, n, heads_of(qkv, at).q, head_of(dout, at), query);
         int t = query + threadIdx.x % 64;
         Floats from = (threadIdx.x < 64 ? lse : delta) + numbers_at(at);
         cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
     };
     Heads in = heads_of(qkv, at);
-    load<ROWS>(K_tile, in.k, j * ROWS);
-    load<ROWS>(V_tile, in.v, j * ROWS);
-    load_queries(0, next);
+    start_load<ROWS>(K_tile, in.k, j * ROWS);
+    start_load<ROWS>(V_tile, in.v, j * ROWS);
+    start_queries(0, next);
     wait_for_stage();
 
     Rows dK[PARTS] = {}, dV[PARTS] = {};
@@ -970,7 +970,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
             next = j * ROWS;
             at.h++;
         }
-        if (at.h < end) load_queries(n + 1, next);
+        if (at.h < end) start_queries(n + 1, next);
         EACH(part, PARTS) {
             if (query < j * ROWS + 64 * part) continue;  // all come before these keys
             Scores St, dPt;

@@ -193,9 +193,9 @@ class Gpu:
                                  {"file": sys.stderr})
         notice.start()    # it prints after half a second; kernels that were compiled before load sooner
         hopper = HOPPER and capability() == 90
-        shared = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
-        large = HOPPER and shared >= 132 << 10      # two blocks of 65 KB, and 1 KB for each
-        parts, self.flash_rows, self.shared = flash_sizes(precision, config.head_dim, large)
+        room = cupy.cuda.Device().attributes["MaxSharedMemoryPerMultiprocessor"]
+        large = HOPPER and room >= 132 << 10      # two blocks of 65 KB, and 1 KB for each
+        parts, self.flash_rows, self.shared_bytes = flash_sizes(precision, config.head_dim, large)
         options = [f"-DBF16={int(precision == 'bf16')}", f"-DROW_THREADS={row_threads(config.dim)}",
                    f"-DHEAD_DIM={config.head_dim}", f"-DHOPPER={int(hopper)}", f"-DPARTS={parts}"]
         if hopper:                              # sm_90a alone has Hopper's own matmul instructions (wgmma)
@@ -209,7 +209,7 @@ class Gpu:
         finally:
             notice.cancel()
         self.kernel = functools.cache(module.get_function)          # by name
-        for name, size in self.shared.items():
+        for name, size in self.shared_bytes.items():
             self.kernel(name).max_dynamic_shared_size_bytes = size
         # rope_table gives (2,context,1,D).  The first half of D repeats the second with -sin.  The kernels want only
         # the second: cos and sin -> (context,2,D/2)
@@ -225,7 +225,7 @@ class Gpu:
         """Queue a kernel.  grid: the number of its blocks, or two or three of them; args: see as_argument."""
         blocks = grid if isinstance(grid, tuple) else (grid,)
         self.kernel(name)(blocks, (threads,), tuple(map(as_argument, args)),
-                           shared_mem=self.shared.get(name, 0))
+                           shared_mem=self.shared_bytes.get(name, 0))
 
     def launch_early(self, name, grid, threads, *args):
         """launch, with a grid of two numbers.  From Hopper on the kernel starts beside the end of the one before it
