@@ -435,8 +435,8 @@ DEFAULTS = {
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
 # A run without --steps ends after so many epochs at most.  Four take big ten minutes.  After eight its loss is 0.02
-# lower, or 0.05 lower if --decay is 0.5, too (docs/results.md).  Small gains nothing by a ninth epoch (tried with
-# 0.3 MB of text).
+# lower, and 0.05 lower with --decay 0.5; more hardly help (docs/results.md).  Small gains nothing by a ninth epoch
+# (tried with 0.3 MB of text).
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
