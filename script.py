@@ -562,8 +562,12 @@ def work(chunk):
 # slices.  The ranks add up their gradients (an all-reduce) and make the same update, so the weights stay the same on
 # all ranks.  Only rank 0 prints (and a rank that fails), logs and saves.
 #
-# MPI starts the ranks, carries their messages, and ends all ranks when one dies.  Between GPUs NVIDIA's NCCL sums the
-# gradient (model_gpu.py).
+# How a gradient gets from rank to rank: after the step's last micro-batch Model.backward calls
+# model.communicator.all_reduce with the gradient of all parameters, which is one flat array.  The communicator is the
+# object of the class Ranks, below, where the ranks are CPUs: MPI sums.  Where they are GPUs it is one of the class Nccl
+# in model_gpu.py: NVIDIA's NCCL sums.  (train.open_run sets it.)
+#
+# MPI also starts the ranks, carries their messages, and ends all ranks when one dies.
 
 # The variables in which a launcher writes how many ranks there are: of MPICH and Intel MPI, of Open MPI, of srun.
 RANK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
