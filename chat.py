@@ -4,7 +4,7 @@
     python chat.py --model out/small --prompt "The"   one continuation, then the end
     python chat.py --model DIR --context 1024         a plain Llama of other people; it reads at most 1024 tokens
     python chat.py --lens "To be, or not to be"       the layers, seen as steps of an ODE solver
-    python chat.py < prompts.txt                      each line is a text or a question, and never a command
+    python chat.py < prompts.txt                      each line is a text, or the next question of one conversation
 
 Read before it: tokenizer.py; generate and euler_table in model_cpu.py; checkpoint.py.
 
@@ -95,7 +95,7 @@ class Session:
         for token in stream:
             answer.append(token)
             yield self.tokenizer.tokens[token]
-        # generate does not yield the token that ends a text.  If it yields fewer than it may, the model has drawn one.
+        # Fewer tokens than there may be: the model has drawn a special one, which generate does not yield
         if len(answer) - before < settings.max_tokens:
             answer.append(self.stop)
 
@@ -137,10 +137,9 @@ def print_tokens(session):
     session.model.decoder.forget()
     logits = session.model.decoder.extend(ids[:-1])[:, 0, :session.tokenizer.vocab_size]        # (T,V) of head 0
     p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))                     # softmax
-    for t in range(max(0, len(ids) - 1 - len(answer)), len(ids) - 1):
-        token = ids[t + 1]
+    for token, chances in list(zip(ids[1:], p))[-len(answer):]:
         text = visible(session.tokenizer.tokens[token])
-        colour = next(colour for least, colour in COLOURS if p[t, token] >= least)
+        colour = next(colour for least, colour in COLOURS if chances[token] >= least)
         print(f"\x1b[{colour}m{text}\x1b[0m", end="")
     print()
 
@@ -217,7 +216,6 @@ def run_session(session, folder):
 def parse_arguments(argv):
     parser = Parser(description="Type, and a trained model continues (or answers, if it was fine-tuned to).")
     add = parser.add_argument
-    add("misplaced", nargs="*", help=argparse.SUPPRESS)
     add("--model", metavar="DIR", help="the checkpoint folder (default: the newest in out/)")
     once = parser.add_mutually_exclusive_group()
     once.add_argument("--prompt", metavar="TEXT", help="continue (or answer) this text, then stop")
@@ -232,15 +230,12 @@ def parse_arguments(argv):
         help="draw among the likeliest tokens of this probability together (default 1: all)")
     add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text; default: another text every time")
     add("--speculation", action=argparse.BooleanOptionalAction,
-        help="guess ahead with all further heads, or with none: the text is the same, the speed differs (default: "
-        "with one on a GPU)")
+        help="guess ahead with all further heads, or with none: the text is the same (on a CPU up to rounding), the "
+        "speed differs (default: with one on a GPU)")
     add("--context", type=whole_number(1),
         help="how many tokens the model reads at most (default: its whole window)")
     add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPU, if any")
-    args = parser.parse_args(argv)
-    if args.misplaced:
-        parser.error(f"{args.misplaced[0]!r} stands alone: --model names a folder, --prompt a text")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv):

@@ -265,7 +265,7 @@ def save(folder, model, tokenizer, state, chat=False):
     write_file(f"{folder}/tokenizer_config.json", json.dumps(settings, indent=2).encode())
 
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
-    # The checksum of the weights covers these checksums, too, and so config.json and tokenizer.json.
+    # load compares these checksums, so that config.json and tokenizer.json cannot be exchanged.
     metadata = {"format": "pt", "step": str(model.step), "config": f"{crc32(config):08x}",
                 "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)
@@ -381,7 +381,7 @@ def lock_folder(out):
                          ) from None
     # what a run that was killed has left: while it began, or while it saved
     shutil.rmtree(begun_folder(out), ignore_errors=True)
-    for new in glob.glob(f"{glob.escape(out)}/*.new"):
+    for new in glob.glob(f"{glob.escape(out)}/*.[0-9]*.new"):
         os.remove(new)
 
 
@@ -404,7 +404,7 @@ def set_aside(out):
         while exists(f"{out}.{number}"):
             number += 1
         os.rename(out, f"{out}.{number}")
-        print(f"{out} held an earlier run: it is now {out}.{number}.")
+        print(f"{out} was there already: it is now {out}.{number}.")
 
 
 def begun_folder(out):

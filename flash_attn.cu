@@ -151,14 +151,14 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 
 // How the kernels are launched. `rows` is how many queries, or keys in dkdv, a block owns:
 //     readable      rows = 4096 / D                          128 threads
-//     fast          rows = 64 * PARTS                        128 threads    tile = rows * D numbers
+//     fast          rows = 64 * PARTS                        128 threads
 //     flash_forward          grid (H, B, ceil(T / rows))    writes out and lse
 //     flash_backward_dq      grid (H, B, ceil(T / rows))    writes the first H*D columns of dqkv, and delta
 //     flash_backward_dkdv    grid (G, B, ceil(T / rows))    writes the other columns; reads delta, so it comes
 //                                                           after dq; does not read out
-// The readable ones need no dynamic shared memory (the part whose size the launch says). The fast ones need tiles:
-// one of the block's own rows in the forward, two in the backward; and four of 64 rows of the other side. dkdv
-// needs 16 bytes more for each of these 64 rows: lse and delta, 4 bytes each, in two stages. That is at most 97 KB,
+// The readable ones need no dynamic shared memory (the part whose size the launch says). The fast ones need it for
+// `rows` rows of D numbers in the forward, for twice as many in the backward, and for 4 x 64 rows of the other side.
+// dkdv needs 1 KB more: lse and delta, 4 bytes each, of 64 queries in two stages. That is at most 97 KB,
 // which every GPU from 8.0 on gives a block that asks for it (max_dynamic_shared_size_bytes in CuPy).
 //
 // What they cover of model_cpu.py, each for one tile of rows at a time:
@@ -166,7 +166,8 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 //     flash_backward_dq      attention_backward: delta, and dq; rope_backward of dq
 //     flash_backward_dkdv    attention_backward: dk and dv, and their sum over the group; rope_backward of dk
 //
-// The second number of __launch_bounds__ says how many blocks are to fit a multiprocessor at once.
+// The second number of __launch_bounds__ says for how many blocks a multiprocessor is to have registers. (Its shared
+// memory may allow fewer.)
 
 #if PARTS == 0
 
@@ -174,8 +175,8 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 // 0. The first rung: one thread a query
 // ===========================================================================================================
 // The forward as the formulas above have it, key by key. Each thread owns one query: its O, m and l are
-// registers. For each multiplication it loads a number of a key, a value or the query by itself, and that is what
-// makes it slow: in the kernels below a number that was loaded serves several multiplications of a thread.
+// registers. For each multiplication it loads a number of a key and one of the query, or one of a value, and that is
+// what makes it slow: in the kernels below a number that was loaded serves several multiplications of a thread.
 // Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test compares it with section 1.
 KERNEL __launch_bounds__(THREADS)
 flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
@@ -252,7 +253,7 @@ __device__ Row load(Floats from) {
     return row;
 }
 
-// Row t of a head. Past the end it is the last row once more; what is computed from that is not stored.
+// Row t of a head. Past the end it is the last row once more: then nothing is stored, or the same delta once more.
 __device__ Row load(Matrix from, int t) { return load(from.row(min(t, from.T - 1))); }
 
 // Row t of a head, if there is one, = factor * row, turned back if there are angles.
@@ -424,7 +425,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
 // ===========================================================================================================
 // 2. The fast version: tensor cores, bf16 or tf32, compute capability 8.0 and later
 // ===========================================================================================================
-// The same method, with larger tiles, and an online softmax that rescales only when it must. What is new: a product
+// The same method, with tiles of 64 rows, and an online softmax that rescales only when it must. What is new: a product
 // (GEMM) of small matrices is one instruction of a whole warp, and each lane holds some entries of its operands.
 // Most of this section is about which.
 
@@ -534,9 +535,9 @@ __device__ void wgmma_ab(float* c, const unsigned* a, Descriptor b) {
                  : FOUR("r", a, 0), "l"(b));
 }
 
-// wgmma_begin comes before the first of such products. wgmma_wait waits for all of them. It names c as an operand, so
-// that the compiler does not move a use of c before the wait. So each result needs a call of its own; after the first
-// call the others return at once.
+// wgmma_begin comes after the registers of a product were last written, and before the product begins. wgmma_wait waits
+// for all of them. It names c as an operand, so that the compiler does not move a use of c before the wait. So each
+// result needs a call of its own; after the first call the others return at once.
 __device__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_wait(float* c) {
     asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" : ALL_OF_C :: "memory");
@@ -778,7 +779,7 @@ __device__ float dot(unsigned p, unsigned q) {
 // --- Forward -------------------------------------------------------------------------------------------
 // All three kernels have one shape. The block's own tile (in the backward: two) is loaded once. The other side
 // streams past in tiles of its own through two stages of shared memory: while one is computed with, the copy into the
-// other is under way. A warp owns its rows of the block's tile and needs nothing of the other warps; only
+// other is under way. A warp owns its rows of the block's tile. All warps load the tiles together; beyond that only
 // a product of Hopper's is begun by all four together. Tiles lie at multiples of 1024 bytes, as such a product wants.
 
 // Calls step(K_tile, key, part) for each tile of keys, and each part of the block's queries that sees some of

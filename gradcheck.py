@@ -18,8 +18,9 @@ one takes four values (f^(5) is the fifth derivative):
 To see it, write the four as Taylor series about w.  With the factors 1, -8, 8 and -1 the terms in h^0, h^2, h^3 and h^4
 cancel.
 
-Why are there five points?  (The fifth, f(w), has the factor 0.)  There are two errors.  The formula's own error falls
-with h: as h^4 here, as h^2 for the usual three points.  The rounding of f is about 1e-16 of f.  It is divided by h, so
+(With f(w), whose factor is 0, it is called the formula of five points.  The simple one has three.)  Why five?  There
+are two errors.  The formula's own error falls
+with h: as h^4 with five points, as h^2 with three.  The rounding of f is about 1e-16 of f.  It is divided by h, so
 it grows as h falls.  The best h is where the two errors are about equal.  Measured on the first tiny model, worst of
 all 4,944 entries:
 
@@ -27,9 +28,10 @@ all 4,944 entries:
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
     three points    1.3e-09   1.6e-09   1.6e-07   6.5e-07   1.6e-05
 
-Why float64?  float32 rounds f at 1e-7, and the best h (0.01) then gives about 1e-4 on this model.  A wrong term
+Why float64?  float32 rounds f at 1e-7, and the best h (0.02) then gives about 1e-4 on this model.  A wrong term
 below that, such as RMSNorm's eps in the wrong place (1.2e-5), would pass.  The formulas are the same in either
 precision.  So what is proven in float64 holds in float32, where training runs, up to rounding.
+
 The error |by hand - numeric| of an entry is divided by the largest gradient of its tensor.  Why is it not divided by
 the entry?  The difference quotient has about the same rounding error for every entry.  So an entry that happens to be
 near 0 would have a large error, which means nothing.  And why not by the largest gradient of the model?  A tensor of
@@ -178,7 +180,7 @@ def plain_losses(w, config, tokens, targets):
                 parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)        # (H+2G,D)
                 # RoPE, for q and k alone: entries j and j + D/2 of a head are one complex number.  Position t turns it
                 # by the angle t theta^(-2j/D).  Let a + ib be such a number of q, and c + id one of k.  Their part of
-                # q . k is ac + bd, the real part of conj(c + id) (a + ib); so q . k is that of vdot(k, q)
+                # q . k is ac + bd, the real part of conj(c + id) (a + ib).  So q . k is the real part of vdot(k, q)
                 a, b = np.split(parts[:-G], 2, axis=1)
                 turned = (a + 1j * b) * np.exp(1j * t * frequency)          # (H+G,D/2)
                 past.append((turned[H:], parts[-G:]))
@@ -249,7 +251,7 @@ BUGS = {
     "rope_on_v": ("rotated_part: + config.kv_heads -> + 2 * config.kv_heads",
         "RoPE turns v as well as q and k."),
     "rope_layout": (
-        # which sorts the neighbours into two halves, so that the rest of the function turns them, and sorts them back
+        # sort the neighbours into two halves, let the rest of the function turn these, and sort them back
         "rope_forward: swapped = -> y, x = x, np.concatenate([x[..., ::2], x[..., 1::2]], -1)\n    swapped =",
         "rope_forward: x += swapped -> y[..., 0::2], y[..., 1::2] = np.split(x + swapped, 2, axis=-1)",
         "RoPE turns neighbours 2i, 2i+1 (the paper's layout, GPT-J's) where our pairs are i, i + D/2."),
@@ -316,7 +318,7 @@ def report_damage(replacements, every=17):
     anything is.  (A function looks up the functions that it calls in its module, at each call.  So it finds those that
     were put there.)  every: only each 17th entry of a tensor is checked, for speed.  Of the embedding (16, 16) these
     are the diagonal, one entry of each row: so the token that occurs twice is checked.  With ROW_WEIGHTS every 200th
-    entry is enough."""
+    entry is enough: a wrong sign of a weight spoils whole tensors."""
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # only inside this block
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)

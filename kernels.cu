@@ -1,7 +1,7 @@
 // kernels.cu: every CUDA kernel of the GPU engine but those of attention over whole texts (with RoPE's backward), which
 // are in flash_attn.cu.
 //
-// Read model_cpu.py first. Each kernel names the functions of model_cpu.py that it covers and quotes their
+// Read model_cpu.py first. Nearly every kernel names the functions of model_cpu.py that it covers and quotes their
 // formulas; their derivations stand there. model_gpu.py launches the kernels. The shape of a launch, "Grid
 // (blocks); threads of a block", stands above each kernel. What this file does not do: the large matrix
 // products, which cuBLAS computes (section 7 has a readable one), and sums across GPUs.
@@ -66,7 +66,7 @@
 //     residual's, softmax with its loss and its gradient;
 //   * the norms' outputs and the SwiGLU product are kept for the backward: to compute them again would mean to
 //     write them again;
-//   * a thread moves 16 bytes at a time, which are eight bf16 numbers (C, F and V are multiples of 8), and
+//   * nearly everywhere a thread moves eight numbers at a time, in bf16 16 bytes (C, F and V are multiples of 8), and
 //     neighbouring threads move neighbouring bytes.
 //
 // All arithmetic is fp32, except in drawing a token (section 9). CuPy compiles with -ftz=true: a result below
@@ -527,7 +527,7 @@ KERNEL gradient_norm(float* state, Floats partial, int adamw_blocks, int blocks,
     if (threadIdx.x > 0) return;
     state[0] = norm;
     state[1] = fminf(1.0f, clip / (sqrtf(sum) + 1e-6f));
-    if (state[2] || !(norm <= 3.4e38f)) state[2]++;  // of NaN, too, the comparison is false
+    if (state[2] || !(norm <= 3.4e38f)) state[2]++;  // infinite, or NaN, of which the comparison is false
 }
 
 // Covers adamw_update, in one pass over a part of the flat buffers (n numbers, a multiple of 8):
@@ -566,7 +566,8 @@ KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
 // of 8. From layer to layer the matrices lie `stride` numbers apart in param, copy, grad and m, and side by side
 // in X.
 //
-// The new mean is m, and newton_schulz takes u = momentum m + (1 - momentum) grad (Nesterov). It divides u by its
+// running_mean makes the new m of the old one, and then u = momentum m + (1 - momentum) grad of the new one (Nesterov).
+// newton_schulz takes u, and divides u by its
 // norm, for which muon_momentum leaves sums of squares.
 __device__ Eight running_mean(Eight m, Eight g, float momentum) {
     FOR(j, 8) m.x[j] = momentum * m.x[j] + (1.0f - momentum) * g.x[j];
@@ -614,7 +615,8 @@ KERNEL muon_input(real* X, float* grad,
     }
 }
 
-// Covers the polynomial of newton_schulz, with A = X X^T: B (side, side) holds A^2, and becomes a I + b A + c A^2.
+// Covers the polynomial of newton_schulz, with A = X X^T (X^T X if X is tall): B (side, side) holds A^2, and becomes a
+// I + b A + c A^2.
 // Grid (ceil(side^2 / 2048), matrices); 256 threads.
 KERNEL muon_polynomial(real* B, Reals A, int side, float a, float b, float c) {
     int i = own_eight(blockIdx.x);
@@ -657,10 +659,10 @@ KERNEL copy_weights(real* copy, Floats param, Index n) {
 // where single is set (gradients of weights, and logits that are looked at), else real; only an fp32 out is added
 // to. Either operand may lie transposed in memory, as (I,M) or (N,I).
 //
-// One thread for each entry of out would read each entry of a from memory N times. Here a block computes a 64 x
-// 64 tile of out. It brings pieces of 64 x 16 of a and b to shared memory and uses every number 64 times. A
-// thread keeps 4 x 4 sums in registers, and so uses each number that it reads from shared memory four times.
-// cuBLAS does the same with larger tiles on two more levels, with tensor cores, and with copies that overlap the
+// One thread for each entry of out would read each entry of a from memory N times. Here a block computes a 64 x 64 tile
+// of out. It brings pieces of a (64 x 16) and b (16 x 64) to shared memory and uses every number 64 times. A thread
+// keeps 4 x 4 sums in registers, and so uses each number that it reads from shared memory four times. cuBLAS does the
+// same with larger tiles, which warps share out among them, with tensor cores, and with copies that overlap the
 // arithmetic. On an H200, 8192 x 4096 x 768: this kernel 19 TFLOP/s, cuBLAS 50 in fp32 and 684 in bf16.
 // Grid (ceil(N/64), ceil(M/64), matrices); 256 threads.
 KERNEL __launch_bounds__(256)
@@ -668,7 +670,7 @@ matmul(void* out, Reals a, Reals b,
        int M, int N, int I,
        int transpose_a, int transpose_b, int add, int single) {
     constexpr int TILE = 64, DEPTH = 16;
-    __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: a column then lies in different banks
+    __shared__ float A[DEPTH][TILE + 1], B[DEPTH][TILE + 1];  // + 1: fewer threads then write to one bank
     int m0 = TILE * blockIdx.y, n0 = TILE * blockIdx.x;
     int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
     float sum[4][4] = {};
@@ -781,7 +783,7 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
     int first = GROUP_ROWS * blockIdx.y;
     int step = 256 * warps;
     int i = 8 * (threadIdx.x % (32 * warps));
-    do {  // not while: every lane must come to await_last
+    do {  // not while: every lane must come to await_last, because what follows may read what the kernel ahead wrote
         Packed a[AHEAD], b[AHEAD];
         FOR(c, AHEAD)
             if (i + c * step < of.I) {
@@ -1017,10 +1019,10 @@ __device__ double gumbel(Bits seed, int t, int id) {
         z = (z ^ z >> 27) * 0x94d049bb133111ebull;
         z ^= z >> 31;
     }
-    return -log(-log((double(z >> 12) + 0.5) / 4503599627370496.0));
+    return -log(-log((double(z >> 12) + 0.5) / 4503599627370496.0));  // 2^52
 }
 
-// Covers sample as the Decoder calls it.
+// Covers sample of model_cpu.py.
 //     ids (n,heads)        what each head draws after each row of logits (n,heads,V); in the host's memory
 //     times, seeds (n)     the position that head 0 draws for, and the seed of the noise, of each row
 //     drawing (4)          temperature (above 0), top_p, top_k and vocab. For temperature 0 the host asks for

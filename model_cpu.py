@@ -74,8 +74,7 @@ class Config:
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # only for config.json: the largest T that another model, loaded from a folder, was made
-                                # for; we may read less of a text (--context)
+    positions: int = None       # for config.json alone: the largest T, where we read less of a text (--context)
 
     def __post_init__(self):
         if self.hidden is None:
@@ -99,6 +98,7 @@ class Config:
 
 def param_table(config):
     """[(name, shape), ...] of all weights.  A matrix is (out, in), row by row: it maps x (T, in) to x @ W.T (T, out).
+    (embed is (V,C), and its rows are looked up.)
 
     In memory all weights lie one after the other in this order.  The gains of the norms come last, as the only ones
     that do not decay (update_table)."""
@@ -131,8 +131,7 @@ def forward_plain(w, config, tokens):
     def rmsnorm(x, gain):                                                           # (T,C) -> (T,C)
         return x / np.sqrt(np.mean(x ** 2, axis=1, keepdims=True) + config.norm_eps) * gain
 
-    def rope(x):                # rotates the pair (x_i, x_{i+D/2}) at position t by angle[t, i]: (T,D) -> (T,D)
-                                # (why positions are rotations: above rope_forward)
+    def rope(x):    # (T,D) -> (T,D): rotates the pair (x_i, x_{i+D/2}) at position t by angle[t, i] (why: rope_forward)
         x1, x2 = np.split(x, 2, axis=1)
         return np.hstack([x1 * cos - x2 * sin, x2 * cos + x1 * sin])
 
@@ -264,7 +263,8 @@ def work_table(config, B, T):
 # For example out_0 = x_0 x_1 and out_1 = x_0 + x_1.  Then ∂out_0/∂x_0 = x_1 and ∂out_1/∂x_0 = 1, so
 # dx_0 = dout_0 x_1 + dout_1, and likewise dx_1 = dout_0 x_0 + dout_1.
 #
-# Activations are matrices (N, width): one row for each token.  (RoPE and attention see the same memory as (B,T,...).)
+# Most activations are matrices (N, width): one row for each token.  (RoPE and attention see the same memory as
+# (B,T,...).  work_table has the shapes of the others.)
 # Some functions work in place: rope_forward and block_forward on x, rope_backward and block_backward on dx, and both
 # functions of cross-entropy on the logits, which take the most memory.
 
@@ -501,9 +501,9 @@ def block_forward(x, w, saved, shared, config, rope, attention):
         n = rmsnorm(x)        x = x + attention(rope(n @ qkv.T)) @ out.T          (rope: of q and k)
         n = rmsnorm(x)        x = x + (silu(n @ gate.T) * (n @ up.T)) @ down.T
 
-    w: this layer's weights.  saved: this layer's arrays of work_table; shared: those of all layers.  (All three are
-    Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions.  attention: attention_forward, or a
-    Decoder's."""
+    w: this layer's weights.  saved: this layer's arrays of work_table; shared: the arrays that all layers use in turn.
+    (All three are Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions.  attention:
+    attention_forward, or a Decoder's."""
     T = rope.shape[1]                                                             # it has one entry for each position
     shape = len(x) // T, T, -1                                                    # (B,T,width)
     increment = shared.increment                                                  # (N,C)
@@ -595,8 +595,8 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     exp_sum   (N,K)    sum over v of exp(logit - max)
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
-    divisor   (K,)     the number of the head's targets in the whole step, at least 1.  (In rl.py it is inf for the
-                       further heads: they have no loss then, since x / inf = 0.)
+    divisor   (K,)     the number of the head's targets in the whole step, at least 1.  (check_batch makes it inf
+                       for the further heads where texts have weights, as in rl.py: they have no loss, x / inf = 0.)
     weights   (N,1)    w, of each token, the same within a text; or 1
 
     Returns nll (N,K)."""
@@ -633,7 +633,8 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 #
-# What decay does.  Let u_t be the direction of step t, and a = lr decay.  Then
+# What decay does: it makes the weights forget old steps.  They become an average over about the last 1 / (lr decay)
+# steps.  Let u_t be the direction of step t, and a = lr decay.  Then
 #     param_t = (1 - a) param_(t-1) - lr u_t
 #             = (1 - a)^2 param_(t-2) - lr (u_t + (1 - a) u_(t-1))          and so on, down to the initial weights:
 #     param_t = (1 - a)^t param_0 - lr (the sum over s = 1..t of  (1 - a)^(t-s) u_s)
@@ -664,7 +665,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
 # M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the same
-# length.  Why this direction: take all steps with |step @ x| <= |x| for every x (their spectral norm is at most 1).  To
+# length.  Why this direction?  (This may be skipped.)  Take all steps with |step @ x| <= |x| for every x (their
+# spectral norm is at most 1).  To
 # first order the loss changes by the sum of M * step, which is the sum over i of s_i u_i . (step @ v_i) with the
 # columns u_i of U and v_i of V.  These are unit vectors, so each u_i . (step @ v_i) is at least -1.  With
 # -U V^T each is -1, so no such step lowers the loss faster.
@@ -678,8 +680,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # round moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al.
 # 2024).
 def newton_schulz(M):
-    """M (rows, columns) -> U V^T, nearly: the singular vectors of M, and each singular value s / |M| after five rounds
-    of the polynomial."""
+    """M (rows, columns) -> U V^T, nearly: the singular vectors of M stay; each singular value begins as s / |M| and
+    goes five times through the polynomial."""
     a, b, c = NEWTON_SCHULZ
     tall = M.shape[0] > M.shape[1]
     X = M.T if tall else M                          # X X^T on the shorter side: the same, in fewer products
@@ -897,7 +899,7 @@ class Model:
         """Add d(total loss)/d(param) of the last forward to grads; total = losses @ config.head_weights.  Call it once
         after a forward: it overwrites what the forward has kept.  last: this is the step's last micro-batch, after
         which the gradients of several processes are added up (Ranks.all_reduce; script.py, section 5, says why)."""
-        require(self.pending, "backward needs a forward of its own, and between them neither logits nor update.")
+        require(self.pending, "call forward before each backward; logits and update throw away what backward needs.")
         list(self.map(self._backward_share, self.pending))
         for workspace in self.pending[1:]:          # in order, so that the sum is the same in every run
             self.flat_grads += workspace.flat_grads
@@ -986,8 +988,7 @@ class Decoder:
     For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.
     (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values.)
 
-    For many texts: draw_rows, which empties the cache when the windows move.  tokens is then that of the first text,
-    with the zeros that stand before a short one: only its length is used."""
+    For many texts: draw_rows, which empties the cache when the windows move.  Only the length of tokens counts then."""
 
     def __init__(self, model, texts, length):
         c = self.config = model.config
@@ -1107,8 +1108,8 @@ def gumbel(seed, t, ids):
     (seed, position, id), so it can be computed in any order, by every head, and by a GPU.  seed: an integer below 2^64,
     or one for each row.
 
-    It takes two hashes of 64 bits, one for each round of the loop: first of seed and t, then of that and id.  The hash
-    of z and n is output n of the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: it is z + (n+1)
+    It takes two hashes of 64 bits, one for each round of the loop: z = hash(seed, t), then z = hash(z, id).  hash(z, n)
+    is output n of the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: it is z + (n+1)
     gamma, whose bits are then mixed by two multiplications.  The upper 52 bits of the second make u, uniform in (0,1):
     u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.  -log(-log u) has the Gumbel distribution."""
     z = np.array(seed, np.uint64).reshape(-1, 1)
@@ -1121,7 +1122,7 @@ def gumbel(seed, t, ids):
     return -np.log(-np.log(u))
 
 
-# Why argmax(log p + G) draws from p (the "Gumbel-max trick").  Let E_i = -log u_i.  Then
+# Why argmax(log p + G) draws from p (the "Gumbel-max trick"; G is the noise here).  Let E_i = -log u_i.  Then
 #     log p_i + G_i = log p_i - log E_i = -log(E_i / p_i): the largest of these has the smallest E_i / p_i;
 #     P(E_i > x) = P(u_i < e^-x) = e^-x, so P(E_i / p_i > x) = e^(-p_i x), with the density p_i e^(-p_i x);
 #     P(i is the smallest) = integral of p_i e^(-p_i x) prod_(j != i) e^(-p_j x) dx = p_i / sum_j p_j.
@@ -1230,13 +1231,12 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
 #
 # The draft "a" is not accepted, because head 0 drew "the" in its place.  This "the" is new as well.
 #
-#
 # A draft is drawn with the noise that head 0 will use at its position.  The more alike the probabilities of the
 # two heads are, the more often both draw the same token.
 def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, vocab=None, stop=(), most=sys.maxsize,
              speculate=None):
     """Continue `tokens`, a list of at least one id: yields ids one by one.  It ends before the first id that is in
-    `stop`, or after `most` ids.  The text is a function of the model, the tokens and the seed (None: a new one), up to
+    `stop`, or after `most` ids.  The text is a function of the model and the arguments (seed None: a new seed), up to
     rounding (see below).  vocab: only ids below it are drawn (a tokenizer may have fewer tokens than the model has
     rows).
 
@@ -1263,10 +1263,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            # Mostly one token is unread, the one that was drawn last, and drafts are read with it.  There are more
-            # unread tokens at the beginning and when the window moves.  These are read without drafts: so such a read
-            # is the same with and without speculation, and has the same rounding.  Drafts that do not fit the context
-            # are dropped, too.
+            # More than one token is unread at the beginning and when the window moves.  These are read without drafts:
+            # so this product has the same rows, and the same rounding, with and without speculation.
+            # Drafts that do not fit the context are dropped, too.
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft

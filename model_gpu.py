@@ -47,7 +47,7 @@ Model._reserve allocates.  What both engines share, such as generate, stands in 
 
 Three precisions.  A number in 32, 19 or 16 bits, each letter a bit: s sign, e exponent, m mantissa.
 
-    fp32    s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm     everything in 32 bits, for checking
+    fp32    s eeeeeeee mmmmmmmmmmmmmmmmmmmmmmm     everything in 32 bits: to check, and on old GPUs
     tf32    s eeeeeeee mmmmmmmmmm                  stored as fp32; matmuls use only these bits of their inputs
     bf16    s eeeeeeee mmmmmmm                     activations, and a copy of the weights that the matmuls read
 
@@ -88,16 +88,16 @@ except ImportError:
     cupy = None
 
 PRECISIONS = ("bf16", "tf32", "fp32")
-# How many blocks some kernels have.  Each block leaves a partial sum.  The numbers are fixed, so every GPU adds the
-# same parts in the same order.
+# How many blocks the kernels have whose blocks leave partial sums.  The numbers are fixed, so every GPU adds the same
+# parts in the same order.
 NORM_BLOCKS = 1056          # of rmsnorm_backward: 8 for each multiprocessor of an H100
 SUM_BLOCKS = 1024           # of sum_of_squares
-MATRIX_BLOCKS = 64          # of muon_momentum and muon_input, for each matrix
+MATRIX_BLOCKS = 64          # of muon_momentum, for each matrix; and of muon_input, which adds up what that leaves
 RECORD_AT = 3               # the third call with the same shape, (B, T) or in decoding (tokens, heads), is recorded as
                             # a CUDA graph, which is replayed from then on
-SHAPES = 32                 # when graphs of more shapes than these are kept, all are thrown away
+SHAPES = 32                 # when a Model has seen more shapes than these, it throws its arrays and graphs away
 FEW_ROWS = 8                # up to 8 tokens (or K, if that is more) are read by the kernels of decoding
-GROUP_ROWS = 4              # 4 of them share one reading of the weights; the same in kernels.cu
+GROUP_ROWS = 4              # 4 of them share one reading of the weights; kernels.cu has the same constant
 RESERVE = 1 << 30           # bytes that CuPy leaves free: for NCCL, CUDA graphs and other programs
 HOPPER = True               # False: every GPU runs what a GeForce RTX 30 or 40 runs, to test and to time that: no
                             # wgmma, no early launches, attention's tiles for 100 KB of shared memory
@@ -171,8 +171,8 @@ def load_cublas():
 
 
 def as_argument(x):
-    """x as a kernel takes it: Python's numbers in 32 bits, None as a null pointer.  Arrays and NumPy's numbers are
-    passed as they are."""
+    """x as a kernel takes it: Python's numbers (and float64) in 32 bits, None as a null pointer.  Arrays and NumPy's
+    other numbers are passed as they are."""
     if x is None:
         return uint64(0)
     if isinstance(x, int):
@@ -282,7 +282,7 @@ def gemm(gpu, out, a, b, transpose_a=False, transpose_b=False, add=False):
         grid = ceil_div(N, 64), ceil_div(M, 64), out.size // (M * N)
         gpu.launch("matmul", grid, 256, out, a, b, M, N, inner, transpose_a, transpose_b, add, out.dtype == float32)
         return
-    # the stream of the kernels around it; each call of this function resets the workspace, so that is set again
+    # the stream of the kernels around it; setting it resets the workspace, so that is set again
     check_status(library.cublasSetStream_v2(library.handle, c_void_p(current_stream().ptr)), "a stream")
     check_status(library.cublasSetWorkspace_v2(library.handle, *library.workspace), "a workspace")
     operands = []
@@ -624,13 +624,14 @@ class Replay:
 
 
 class Model:
-    """The model on the GPU; the face of model_cpu.Model.
+    """The model on the GPU, with the methods of model_cpu.Model.
 
     precision: "bf16", "tf32", "fp32" or None for the best that the GPU has.  micro_batch: the rows of config.context
     tokens for which work memory is reserved now.  Where they do not fit, half of them are tried, and so on; `rows`
     says how many it became.  The memory serves more and shorter rows, too.  Without micro_batch it grows with the
     calls.
-    matmul: "cublas", or "ours".  training, seed, optimizer: as on the CPU.  ValueError where there is no GPU or it is
+    matmul: "cublas", or "ours".  training: False leaves out gradients and moments.  seed, optimizer: as on the CPU.
+    ValueError where there is no GPU or it is
     too old; CuPy's OutOfMemoryError where one row does not fit.
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
@@ -865,8 +866,8 @@ class Model:
 
 
 class Decoder(model_cpu.Decoder):
-    """Continues a text with a KV cache, as model_cpu's Decoder, from which it has tokens, position, truncate, forget
-    and checked.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
+    """Continues a text with a KV cache, as model_cpu's Decoder, from which it has position, truncate, forget and
+    checked.  The logits stay on the GPU: it draws, and the host reads ids.  What is read, and by whom:
 
         up to max(K, FEW_ROWS) tokens of one text       draw, extend, draw_rows:    _draw -> _read_few
         a whole window, from its first token on         draw, draw_rows:            _read_windows -> _read_many

@@ -36,6 +36,7 @@ from script import (Parser, bounded, hash_files, make_pair, read_records, refusi
 import os
 import re
 import runpy
+from zlib import crc32
 
 if __name__ == "__main__":
     set_threads()           # before NumPy loads
@@ -173,12 +174,16 @@ def reinforce_job(training, reward):
     settings = training.settings
     model = training.model
     T, _ = training.sizes
-    base, _ = checkpoint.load(training.state["base"], model_cpu, {"dtype": np.float32, "training": False}, T)
+    state = training.state
+    base, _ = checkpoint.load(state["base"], model_cpu, {"dtype": np.float32, "training": False}, T)
+    key = crc32(base.flat_params)                   # kl is measured against the base: it must not have changed
+    require(state.setdefault("base_key", key) == key, f"{state['base']}: changed since {training.out} began.")
     conversations, unseen = sft.read_conversations(settings)
     true_rows = [sft.make_row(training.tokenizer, conversation, T) for conversation in unseen]
     to_learn = list(dict.fromkeys(map(sft.opening, conversations)))
     held_out = list(dict.fromkeys(map(sft.opening, unseen)))[:HELD_OUT]
-    print(f"{training.out}: {len(to_learn):,} prompts, {len(held_out):,} more held out; {GROUP} answers to each.\n"
+    print(f"{training.out}: {len(to_learn):,} prompts, and {len(held_out):,} of those that are held out; {GROUP} "
+          "answers to each.\n"
           "loss: mean of weight x (-log p) in a step; it may rise, so look at reward\n"
           "reward: the mean reward of the answers to held-out prompts\n"
           "kl: how far the model is from the base on these answers, in nats a token\n"
@@ -241,7 +246,7 @@ def read_pairs(tokenizer, settings, T):
     pairs = read_records(settings.data, make_pair)
     openings = [sft.opening(conversation) for conversation, _ in pairs]
     parts = []
-    for part in sft.hold_out(pairs, openings, settings.seed):
+    for part in sft.hold_out(pairs, openings):
         both = [pair_rows(tokenizer, pair, T) for pair in part]
         parts.append([rows for rows in both if not np.array_equal(rows[0][0], rows[1][0])])
     to_learn, held_out = parts
@@ -256,7 +261,7 @@ def read_pairs(tokenizer, settings, T):
     return batches, sum(held_out, []), (
         f"{len(pairs):,} pairs, {len(to_learn):,} to learn, {len(held_out):,} held out.\n"
         "(A pair whose answers are equal within the window is left out.)\n"
-        f"{np.not_equal(in_window, uncut).sum():,} times a question or an answer is cut to the window.")
+        f"{np.not_equal(in_window, uncut).sum():,} of their {len(uncut):,} rows are cut to the window.")
 
 
 def dpo_job(training):
@@ -281,13 +286,13 @@ def dpo_job(training):
           "loss: mean of weight x (-log p) in a step; it may rise, so look at dpo\n"
           "dpo: the loss of the held-out pairs\n"
           "accuracy: the share of them with z > 0 (z = 0, as at first, counts half)\n"
-          "margin: their mean z, by how much more the chosen answer has gained\n"
+          "margin: their mean z, beta times what the chosen answer has gained more\n"
           "chosen, rejected: the mean log-probability of such an answer; both may fall")
 
     def batch(step):
         [number] = train.shuffled(len(batches), settings.seed, step, 1)
         rows = batches[number]
-        log_probs = -train.row_losses(training, rows)       # a forward for the weights; the loop makes the step's own
+        log_probs = -train.row_losses(training, rows)       # a forward to know z; the loop makes another
         weights, z = dpo_weights(log_probs, reference[number], settings.beta)
         training.note = f"dpo {dpo_loss(z):.4f}"
         # The loop divides the loss by N, the number of learned tokens, but DPO's is divided by n, the number of pairs.
@@ -373,8 +378,8 @@ def main(argv):
     parser = Parser(description="Train a model that answers by rewards (REINFORCE) or preferences (DPO).")
     add = parser.add_argument
     add("--method", choices=tuple(DEFAULTS), help="default: dpo for pairs, else reinforce")
-    add("--reward", metavar="NAME", help=f"{', '.join(REWARDS)} or FILE.py:NAME, a function in a file "
-        "whose code is run (default sentence)")
+    add("--reward", metavar="NAME", help="sentence (default), short or FILE.py:NAME, a function in a file "
+        "whose code is run")
     add("--beta", type=bounded(float, 1e-6, 1000), help="of DPO: the larger, the nearer to the base (default 0.1)")
     options = train.parse_run_options(
         parser, argv, ["context"], "pairs, records of prompt, chosen and rejected; or prompts, in records as of "
@@ -386,8 +391,8 @@ def main(argv):
         if settings.method == "dpo":
             return dpo_job(training)
         # A folder that is resumed may have been made by somebody else: it must not choose which code is run.
-        require(settings.reward in REWARDS or "reward" in options, f"the reward of {training.out} is code in a file, "
-                f"which is run only if you name it again: --reward {settings.reward}.")
+        require(settings.reward in REWARDS or "reward" in options, f"the reward of {training.out} is code in a "
+                f"file, which is run only if you name it again: --reward {settings.reward}.")
         reward, key = find_reward(settings.reward)
         if key != settings.reward_key:
             print(f"note: the file of {settings.reward} has changed; the run goes on with what it holds now.")

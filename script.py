@@ -1,4 +1,4 @@
-"""What every script shares and nobody comes to read.
+"""What every script shares: errors, options, files, processes.
 
     1. errors              they become sentences
     2. running a script    options, output, progress, signals
@@ -438,7 +438,8 @@ def find_corpus(preset):
     if exists("data/tiny.txt"):
         return ["data/tiny.txt"]
     if not exists("data/english.txt"):
-        print("There is no text in data/ (./fetch_data.sh brings one): taking the English of Python.")
+        print("There is no data/tiny.txt (./fetch_data.sh tiny brings it; --data names another text): taking the "
+              "English of Python.")
         make_english()
     return ["data/english.txt"]
 
@@ -664,7 +665,8 @@ def find_records(path):
     """-> the path of the conversations that go with the text at `path`: play.txt has play-chat.json.  If that file is
     missing, it is made from the text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a
     question, and the next speech its answer.  Only the end of the play is used, a little less than pretraining holds
-    out (tokenizer.split_point: 100 kB, or a tenth).  If `path` is a file of records, it is returned as it is."""
+    out (tokenizer.split_point: 100 kB, or a tenth; it holds out less if a separator stands near the end).  If `path` is
+    a file of records, it is returned as it is."""
     if holds_records(path):
         return path
     records = splitext(path)[0] + "-chat.json"
@@ -675,6 +677,8 @@ def find_records(path):
         require(speeches[1:], f"{path} is no play, so it gives no questions; name instructions with --data "
                 "(./fetch_data.sh instructions brings some).")
         write_records(records, itertools.pairwise(speeches))
+    elif getmtime(records) < getmtime(path):
+        print(f"note: {records} is older than {path}:\ndelete it if it was made from another text.")
     return records
 
 

@@ -115,14 +115,17 @@ def fine_tuning_job(training):
     conversations, unseen = read_conversations(settings)
     rows = [make_row(tokenizer, conversation, T) for conversation in conversations]
     held_out = [make_row(tokenizer, conversation, T) for conversation in unseen]
-    # three questions, which every evaluation answers
-    prompts = {text: make_prompt(tokenizer, system, text, T) for system, text in map(opening, unseen[:3])}
+    # at most three questions, which every evaluation answers
+    asked = list(dict.fromkeys(map(opening, unseen)))[:3]
+    prompts = {text: make_prompt(tokenizer, system, text, T) for system, text in asked}
     batches = []                                    # of the whole run, epoch after epoch: there are not many
     epochs = 0
     while len(batches) < settings.steps:
         batches += plan_epoch(rows, T, settings.batch_tokens, settings.seed, epochs)
         epochs += 1
-    print(f"{training.out}: {len(rows):,} conversations, {len(held_out):,} more held out; epochs begun: {epochs}.\n"
+    print(f"{training.out}: {len(rows):,} conversations, {len(held_out):,} more held out;\n"
+          f"{epochs} epochs (the last may be cut).\n"
+          f"{sum(len(ids) > T for ids, _ in rows):,} conversations fill the window, which cuts longer ones.\n"
           "val_loss: nats a token of the held-out answers; val_bpb: bits a byte.")
 
     def batch(step):
@@ -144,17 +147,18 @@ MOST_HELD_OUT = 1000        # openings
 def read_conversations(settings):
     """-> (the conversations to learn, those held out) of a run's files."""
     conversations = read_records(settings.data, make_turns)
-    return hold_out(conversations, list(map(opening, conversations)), settings.seed)
+    return hold_out(conversations, list(map(opening, conversations)))
 
 
-def hold_out(items, openings, seed):
+def hold_out(items, openings):
     """Split items, each of which has an opening -> (the items to learn, the items held out).  A tenth of the different
     openings is drawn at random, but at least 1 and at most MOST_HELD_OUT.  All items with one of these openings are
-    held out.  So no question is learned and also asked in an evaluation."""
+    held out.  So no question is learned and also asked in an evaluation.  The draw does not depend on --seed: so
+    rl.py, with any seed, holds out what its base has not learned from these files."""
     different = list(dict.fromkeys(openings))
     require(len(different) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     number = max(1, min(MOST_HELD_OUT, len(different) // 10))
-    order = np.random.default_rng(seed).permutation(len(different))
+    order = np.random.default_rng(0).permutation(len(different))
     unseen = {different[i] for i in order[:number]}
     to_learn = [item for item, start in zip(items, openings) if start not in unseen]
     held_out = [item for item, start in zip(items, openings) if start in unseen]
@@ -186,9 +190,8 @@ def find_data(preset, base):
 # ------------------------------------------------------------------------------------------------------------
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
-# Steps (0: as many as the epochs take), tokens a step, learning rate, steps of warmup, steps from one evaluation and
-# save to the next: the arguments of train.defaults.  Chosen by short runs with AdamW.  The default is Muon, also where
-# the base was trained with AdamW: with it small reaches the same loss (docs/notes.md).
+# The arguments of train.defaults; steps 0: as many as the epochs take.  Chosen by short runs with AdamW.  The default
+# is Muon, also where the base was trained with AdamW: with it small reaches the same loss (docs/notes.md).
 DEFAULTS = {
     #                      steps, batch_tokens, lr, warmup, every
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},

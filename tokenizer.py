@@ -149,8 +149,9 @@ def word_pattern(limit, digits):
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
     # White space is one word where the text ends behind it, or (SmolLM) a digit comes.  Before anything else the match
-    # ends one character earlier.  (?![^xy]) says: what follows is the end of the text, an x or a y.  So there
-    # may_follow needs what the shorter match is followed by, which is white space, and SmolLM's digits.
+    # ends one character earlier.  (?![^xy]) says: what follows is the end of the text, an x or a y.  `re` shortens the
+    # match, one character at a time, until that is so.  Shortened by one it is followed by white space: so may_follow
+    # has white space, and for SmolLM the digits, too.
     may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -159,8 +160,8 @@ def word_pattern(limit, digits):
                       f"|[{SPACE}]+(?![^{may_follow}])|[{SPACE}]+")
 
 
-# You can skip these three: BMP, ALL and PART change nothing in the result, they are for speed.  Up to which code point
-# does a pattern know letters and numbers?  BMP leaves out those beyond U+FFFF, of rare scripts; ALL has them.  `re` has
+# You can skip these three: BMP, ALL and PART change nothing in the result, they are for speed.  BMP and ALL say up to
+# which code point a pattern knows letters and numbers.  BMP leaves out those beyond U+FFFF, of rare scripts.  `re` has
 # a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  So a pattern with
 # all ranges takes four times as long, and is used only where a text has characters beyond U+FFFF (also emoji, though
 # these are neither letters nor numbers).
@@ -182,7 +183,8 @@ def split_words(text, digits=False):
 
 
 # A file may hold bytes that are not UTF-8.  Python can keep such a byte in a str, as one of the code points U+DC80 to
-# U+DCFF, which no text has ("lone surrogates").  So a str from elsewhere may hold them, too.  Both come back whole:
+# U+DCFF, which no valid text has ("lone surrogates").  But a str that was made so elsewhere may hold them.  Both come
+# back whole:
 #
 #     the byte FF of a file      to_str ->  U+DCFF (surrogateescape)                              to_bytes ->  FF
 #     a str of U+DCFF            to_str ->  its bytes in UTF-8, ED B3 BF (surrogatepass), each    to_bytes ->  ED B3 BF
@@ -215,7 +217,7 @@ def learn_merges(words, most_merges):
     Why it is fast: for a row of n bytes `positions` has fewer than n entries at first.  Wherever two ids merge, it gets
     at most two more, and the row loses an id: so that happens fewer than n times.  All merges together thus visit fewer
     than 3n positions.  A visit costs a few steps and at most two new entries of the heap."""
-    # arrays ("i": 32 bits each, "q": 64), because a list takes four times the memory
+    # arrays ("i": 32 bits each, "q": 64), because lists take three to four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
     for word, times in words.items():
@@ -443,9 +445,9 @@ class Tokenizer:
 
     @classmethod
     def train_files(cls, files, vocab_size, progress=None):
-        """Learn from files, on all cores.  The memory holds each different word once: about 300,000 for 100 MB.  files,
-        progress: as for `encode_files`, with chunks of 4 MiB.  Lines that hold only <|endoftext|> separate documents
-        and are not learned from."""
+        """Learn from files, on several cores if they are large enough.  The memory holds each different word once:
+        about 300,000 for 100 MB.  files, progress: as for `encode_files`, with chunks of 4 MiB.  Lines that hold only
+        <|endoftext|> separate documents and are not learned from."""
         chunks = [chunk for file in files for chunk in find_chunks(file, 4 * CHUNK, find_cut)]
         words = Counter()
         for counts in run_chunks(count_chunk, chunks, progress):
@@ -457,8 +459,8 @@ class Tokenizer:
         return self.encode_files([path], out)
 
     def encode_files(self, files, out, progress=None):
-        """Encode files, one after the other, on all cores, into the file `out` of little-endian uint16 ids.  Returns
-        the number of ids.  `out` is replaced when all is written.
+        """Encode files, one after the other, on several cores if they are large enough, into the file `out` of
+        little-endian uint16 ids.  Returns the number of ids.  `out` is replaced when all is written.
 
             a file              what becomes of it
             one                 the ids of "one", <|endoftext|>, the ids of "two", <|endoftext|>
@@ -479,8 +481,8 @@ class Tokenizer:
         with replace_file(out) as file:
             for part in parts:
                 last = boundary
-                # As many results as the part has chunks.  (The order matters: zip asks `part` first.  When that ends,
-                # zip takes no further result, which would belong to the next file)
+                # As many results as the part has chunks.  (zip must ask `part` first: when that ends, zip takes no
+                # further result, which would belong to the next file)
                 for _, ids in zip(part, results):
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
@@ -578,7 +580,7 @@ class Tokenizer:
             require(first in ([], [DIGITS]) and byte_level == BYTE_LEVEL and not content.get("normalizer"),
                     "it divides text into other words than GPT-2's and SmolLM's do")
             special = {token["content"]: token["id"] for token in content["added_tokens"]}
-            # where a name has an id in both, the id of the vocabulary is taken, as `tokenizers` does
+            # where a name stands in added_tokens and in the vocabulary, that id counts, as in `tokenizers`
             return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, bool(first))
 
     @classmethod
@@ -621,8 +623,8 @@ CHUNK = 1 << 20
 
 def read_documents(path, start, end):
     """The documents in a part of a corpus: the texts between its separators, without the line ends beside these.
-    If the part begins with a separator, the first document is empty; if it ends with one, the last.  No other
-    document is empty."""
+    If nothing but line ends stands before the first separator, the first document is empty; if nothing stands behind
+    the last one, the last.  No other document is empty."""
     *texts, last = SEPARATOR_RUN.split(read_chunk(path, start, end))
     return [*(text.rstrip(b"\r\n") for text in texts), last]
 
@@ -639,9 +641,10 @@ def encode_chunk(encoder, boundary, *chunk):
 
 def find_cut(window):
     """Where a file may be cut: an offset into these bytes of it.  The ids of the two sides, one after the other, are
-    the ids of the whole (except at the last resort below).  The cut is at the first place that is
+    the ids of the whole (except at the last resort below; encode_files leaves out a second <|endoftext|>).  The cut is
+    at the first place that is
 
-        between a character and white space (not behind ">", which may end a separator),
+        before white space, behind any other character but ">", which may end a separator,
         or behind a separator and its line ends.
 
     If there is no such place, as in a window of one letter alone, it is in the middle, between two characters.  (A
@@ -666,6 +669,7 @@ def split_point(path):
     there is none, it moves to the nearest line.  If there is no line, it stays, even within a character: tokens are
     made of bytes."""
     size = os.path.getsize(path)
+    # of a file below 1 MB this is more than `tail` has, so the cut is where that begins
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte
     tail = read_chunk(path, low, size)

@@ -89,8 +89,8 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 #
 # p_k is the softmax of head k's logits, and n_k the number of terms of this sum in the whole step: so every learned
 # token weighs the same.  A target of -1 means that there is no term.  In the example each head has two terms, for "Yo"
-# and <|end|>.  make_batch writes the targets of all heads as one row, here -1 -1 -1 Yo <|end|> -1.  Head k reads it
-# from the entry k on.
+# and <|end|>.  make_batch writes the targets of all heads as one row, here -1 -1 -1 Yo <|end|> -1 (and more -1
+# for the padding).  Head k reads it from the entry k on.
 def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
@@ -98,8 +98,8 @@ def make_batch(rows, T, K):
     lengths occur.  For each the engine prepares arrays, once.)  Shorter rows are padded on the right, with
     targets of -1: attention is causal, so no earlier position sees the padding.
 
-    A row has at most T + K ids.  The model reads the first T.  The next one is the last target of head 0.  The other
-    K - 1 are targets of the further heads alone."""
+    A window of pretraining has T + K ids, another row at most T + 1.  The model reads the first T.  The next one is the
+    last target of head 0.  The other K - 1 are targets of the further heads alone."""
     W = max(padded_lengths(rows, T))
     inputs = np.zeros((len(rows), W), np.int64)
     targets = np.full((len(rows), W + K - 1), -1)
@@ -118,8 +118,8 @@ def padded_lengths(rows, T):
 
 def batches_of_one_length(rows, order, T, tokens):
     """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.
-    A batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first, so that memory is
-    allocated once.  order: an array of the indices; among rows of one length it says which come first."""
+    A batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first: who keeps this order
+    has memory allocated once.  order: an array of the indices; among rows of one length it says which come first."""
     lengths = padded_lengths(rows, T)
     order = order[np.argsort(-lengths[order], kind="stable")]
     batches = []
@@ -290,7 +290,8 @@ def forward_backward(training, rows, weights):
 
 def learning_rate(step, settings):
     """The learning rate of a step, counted from 0.  It rises linearly to settings.lr.  Then it falls along half a
-    cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step."""
+    cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step.  (A run that is no longer
+    than its warmup ends while the rate still rises.)"""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     # 0 at the first step after the warmup, 1 at the last step, which has the number steps - 1
@@ -312,7 +313,7 @@ def report(training, log, waiting, before_save):
         weights = model.read(model.flat_params) if last else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
             raise FloatingPointError(f"step {step} is not finite (loss {losses[0]}, gradient norm {norm}).  "
-                                     f"{training.out} keeps its last save.  Try a lower --lr.")
+                                     f"{training.out} keeps its last save.  Begin a new run with a lower --lr.")
         if log:
             log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                       seconds=seconds)
@@ -450,10 +451,10 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 @dataclasses.dataclass
 class Settings:
     """What a run is, beside the sizes of its model (Config) and its base.  Two runs have the same losses, bit for bit,
-    if these are the same, and if files, code, libraries, kind of machine and number of processes are the same, too.
-    (--resume can change some on the way: see apply_options.  The losses then differ.)  Most settings are options.  An
-    option that is missing gets the preset's value, or the best for this machine (make_settings), or the default at the
-    end of its line."""
+    if these, the sizes and the base are the same, and so are files, code, libraries, kind of machine and number of
+    processes.  (--resume can change some on the way: see apply_options.  The losses then differ.)  Most settings are
+    options.  An option that is missing gets the preset's value, or the best for this machine (make_settings), or the
+    default at the end of its line."""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
@@ -468,8 +469,8 @@ class Settings:
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
     micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
-    mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further heads in the loss (default 0.3)", 0.3)
-    optimizer: str = setting(OPTIMIZERS, "muon (default) for the layers' matrices, or adamw for all (rl.py)", "muon")
+    mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further heads (default 0.3, or the base's)", 0.3)
+    optimizer: str = setting(OPTIMIZERS, "muon (default; not for rl.py): the layers' matrices; adamw: all", "muon")
     decay: float = setting(bounded(float, 0, 10), "weight decay (default: 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
     momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; train.py small 0.9)", 0.95)
     final_lr: float = setting(bounded(float, 0, 1), "share of --lr at the end (default 0.1; train.py big 0)", 0.1)
@@ -589,7 +590,8 @@ def go(script, options, out, begin, make_job):
         begin           make_settings (choose_machine), create_run (save_run)       not with --resume
         open_run        apply_options, load_model: here the model that trains is made
         make_job
-        train           job.batch, forward_backward, report, save_run, job.evaluate"""
+        train           job.evaluate; then in each step job.batch, forward_backward, model.update, and now and then
+                        report, save_run, job.evaluate"""
     def run(ranks):
         if ranks.rank == 0:
             checkpoint.lock_folder(out)
@@ -677,9 +679,10 @@ def apply_options(options, settings, config, base, out, ranks):
     recorded = {**vars(config), **vars(settings), "base": base}
     if options.get("device", settings.device) != settings.device:
         options = options | choose_machine(options, settings.preset, config, settings.batch_tokens, ranks)
-    changed = {name: value for name, value in options.items() if recorded.get(name, value) != value}
-    for name, value in changed.items():
-        before = recorded[name]
+    for name, value in options.items():
+        before = recorded.get(name, value)
+        if value == before:
+            continue
         if name in MACHINE:
             print(f"note: {option_of(name)} was {before} and is {value}: the losses differ by rounding.")
         elif name == "steps" and value > before:
@@ -771,11 +774,12 @@ def pretraining(training):
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     # tau = 1 / (lr * decay) steps, here in epochs (model_cpu.py, beside AdamW)
-    tau = settings.batch_tokens / len(tokens) / max(settings.lr * settings.decay, 1e-9)
+    forgotten = settings.lr * settings.decay * len(tokens) / settings.batch_tokens
+    tau = 1 / forgotten if forgotten else math.inf
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; weight decay fades an update within tau = {tau:,.3g} epochs at the "
-          "peak rate.\n"
+          f"{len(tokens):,} tokens to train on; weight decay fades an update by the factor e within tau = "
+          f"{tau:,.3g} epochs, at the peak rate.\n"
           "val_loss: nats a token of the held-out text; val_bpb: bits a byte.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads

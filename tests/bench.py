@@ -1,4 +1,4 @@
-"""The README's numbers, each by one command.  With --peer the peer is measured in the same run.
+"""The README's numbers, each by one command.  decode, train and scale measure a peer with --peer, the others always.
 
     python tests/bench.py                   what this machine can measure, but scale and curves; or one by its name:
     python tests/bench.py cpu               a training step on the CPU, beside PyTorch's
@@ -13,7 +13,7 @@
     HOPPER=0 python tests/bench.py ...      on a Hopper: what a GeForce RTX 30 or 40 runs
 
 A figure is the best of several rounds.  A round runs each row once (in scale one row after the other), so that a busy
-machine slows ours and the peer alike.  On a GPU the first peer of train and decode is the hardest that we can write, the
+machine slows ours and the peer alike.  (The last rows of train, of fewer texts, are one mean of 30 steps.)  On a GPU the first peer of train and decode is the hardest that we can write, the
 next the one that a user would write: tests/peers/torch_twin.py.
 """
 import argparse
@@ -22,6 +22,7 @@ import inspect
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -184,15 +185,15 @@ def bench_tokenizer(text="", gpt2="", rounds=3):
             ours.encoder.clear()
             return ours.encode(text)
         training = {"ours, all cores": partial(Tokenizer.train_files, [path], 4096)}
-        encoding = {"ours, file to file": encode_file, "ours, str to list": encode}
-        os.environ["RAYON_NUM_THREADS"] = "1"       # tokenizers reads it when it first works
+        encoding = {"ours, file to file, all cores": encode_file, "ours, str to list, 1 core": encode}
         tokenizers = import_peer("tokenizers")
         if tokenizers:
-            training["peer: tokenizers, 1 thread"] = partial(train_peer, tokenizers, path)
+            training["peer: tokenizers, all cores"] = partial(train_peer, tokenizers, path)
         tiktoken = import_peer("tiktoken")
         if tiktoken:
             judge = tiktoken_judge(tiktoken, ours)
-            encoding["peer: tiktoken, str to list"] = partial(judge.encode_ordinary, text)
+            pieces = re.findall("(?s).{1,1000000}", text)
+            encoding["peer: tiktoken, all cores"] = partial(judge.encode_ordinary_batch, pieces, num_threads=cores)
             print("ids equal tiktoken's:", list(encode()) == judge.encode_ordinary(text))
         whose = "GPT-2's" if gpt2 else "the tokens just trained"
         for title, functions in ("train 4,096 tokens", training), (f"encode with {whose}", encoding):
@@ -331,10 +332,10 @@ def peers_on_cpu(model):
     twin = twin_of(model)
 
     def eager(threads, prompt, steps):
-        time.sleep(0.1)                             # idle threads spin for a while, and would slow others:
+        time.sleep(0.1)                             # our idle threads spin for a while, and would slow PyTorch's
         torch.set_num_threads(threads)
         seconds = seconds_a_token(torch_twin.greedy(twin, prompt), steps)
-        time.sleep(0.1)                             # ours PyTorch's, and PyTorch's ours
+        time.sleep(0.1)                             # and the other way round
         return seconds
     return {f"peer: PyTorch, threads: {n}": partial(eager, n) for n in sorted({1, available_cores()})}
 

@@ -11,13 +11,14 @@ parameter's size: a plain Python number is refused, because CuPy would pass it a
 bf16 lives in uint16 arrays: to_bf16 and from_bf16 convert.
 
 `module.order` chooses how threads and blocks take turns: ("forward", 0), ("reverse", 0) or ("seeded", n). ORDERS
-lists three; a test runs under each. What the kernel does wrong (deadlock, shared memory overrun, an index outside an
+lists three, over which the tests are spread. What the kernel does wrong (deadlock, shared memory overrun, an index outside an
 array, wrong argument sizes, lanes that do not meet) raises KernelError. guarded(array) copies an array: a kernel that
 reads or writes past its end raises KernelError; before it are NaN bytes, and check_guards(array) raises if a kernel
 wrote there.
 
 A .cu file needs, for this: kernels declared as `extern "C" __global__ void NAME(...)`, by a macro or not, with or without
-__launch_bounds__; PTX only where g++ does not see it (`#ifndef CUDA_ON_CPU`), in wrappers of the names in cuda_on_cpu.h's last section;
+__launch_bounds__; PTX only where g++ does not see it: in wrappers of the names in cuda_on_cpu.h's last section, or
+behind __CUDA_ARCH__;
 dynamic shared memory declared as `extern __shared__ T name[];`, aligned or not; and nothing that is in neither CUDA nor
 cuda_on_cpu.h.
 

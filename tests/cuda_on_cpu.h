@@ -3,7 +3,7 @@
 // tests/cuda_helpers.py puts a .cu file behind this header, compiles the pair with g++ and launches the kernels from
 // Python. The header supplies the words of CUDA that our kernels use: threadIdx, __shared__, __syncthreads, shuffles,
 // and, because g++ knows no PTX, its own versions of the small wrappers around tensor-core and asynchronous-copy
-// instructions (the last section; flash_attn.cu hides its PTX versions behind `#ifndef CUDA_ON_CPU`).
+// instructions (the last section; the .cu files hide their PTX versions from g++).
 //
 // It does not simulate a GPU's speed. Among the orders of execution that CUDA allows it picks extreme ones, in which a
 // kernel that relies on another order fails:

@@ -1,10 +1,11 @@
-"""Every CUDA kernel that a model launches, once, at odd shapes, for NVIDIA's compute-sanitizer (on a GPU; not a test of results):
+"""Every CUDA kernel that a model launches, at odd shapes, for NVIDIA's compute-sanitizer (on a GPU; not a test of results):
 
     compute-sanitizer --tool memcheck python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py bf16-32 tf32-64     # these alone, each takes minutes
 
-Training steps, cached decoding and our own products, in every precision and at every head width.
-Without CuPy's memory pool each array is an allocation of its own, so that a step past its end is seen.
+A training step of two micro-batches, cached decoding and our own products, in every precision and at every head width.
+Without CuPy's memory pool each buffer is an allocation of its own, so that a step past its end is seen.  (Of arrays that
+share a buffer tests/test_kernels.py and test_flash.py see it.)
 """
 import itertools
 import sys

@@ -114,7 +114,7 @@ def test_backward_needs_a_forward_of_its_own():
                     lambda: model.log_probs(*batch)):
         model.forward(*batch)
         between()
-        with value_error("a forward of its own"):
+        with value_error("call forward before each backward"):
             model.backward()
 
 

@@ -12,6 +12,8 @@ from runs import read_log, refused, run
 from test_sft import OURS, parts, tune
 from test_train import T, TOKENIZER, assert_gradient, make_training, mean_nats, nats, open_run, random_rows
 
+import checkpoint
+import model_cpu
 import rl
 import sft
 import train
@@ -55,16 +57,16 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     assert_gradient(model, model.flat_grads, lambda: np.log(1 + np.exp(learned - ratios(sides[0]))).mean())
 
 
-@parametrize("name, question, answer, tokens, ended, value", rows("""
-    sentence | -       | So so.    | 5  | yes | 1
-    sentence | -       | So so.    | 5  |     | 0
-    sentence | -       | So? So.   | 5  | yes | 0
-    sentence | -       | So so.    | 4  | yes | 0
-    short    | -       | yes       | 10 | yes | 0.75
-    short    | -       | yes       | 10 |     | 0"""))
-def test_rewards(name, question, answer, tokens, ended, value):
+@parametrize("name, answer, tokens, ended, value", rows("""
+    sentence | So so.  | 5  | yes | 1
+    sentence | So so.  | 5  |     | 0
+    sentence | So? So. | 5  | yes | 0
+    sentence | So so.  | 4  | yes | 0
+    short    | yes     | 10 | yes | 0.75
+    short    | yes     | 10 |     | 0"""))
+def test_rewards(name, answer, tokens, ended, value):
     reward, _ = rl.find_reward(name)
-    assert reward(question, answer, int(tokens), bool(ended)) == float(value)
+    assert reward("", answer, int(tokens), bool(ended)) == float(value)
 
 
 def test_rows_of_a_pair(tmp_path):
@@ -72,13 +74,13 @@ def test_rows_of_a_pair(tmp_path):
     rows = rl.pair_rows(OURS, (("S", [("Q", "A"), ("R", "yes")]), "no"), 99)
     prompt = "<|user|>S\n\nQ<|end|><|assistant|>A<|end|><|user|>R<|end|><|assistant|>"
     assert [parts(OURS, row) for row in rows] == [[prompt, "yes<|end|>"], [prompt, "no<|end|>"]]
-    answers = ("x" * 30, "no"), ("x" * 30, "x" * 29), ("no", "no"), ("yes", "no")
+    answers = ("x" * 30, "no"), ("x" * 30, "x" * 29), ("yes", "no"), ("no", "no")
     pairs = [{"prompt": f"q{i}", "chosen": chosen, "rejected": rejected} for i, (chosen, rejected) in enumerate(answers)]
     write(tmp_path / "pairs.jsonl", json.dumps(pairs))
-    settings = make_training(data=[f"{tmp_path}/pairs.jsonl"], seed=1).settings
+    settings = make_training(data=[f"{tmp_path}/pairs.jsonl"]).settings
     batches, held_out, words = rl.read_pairs(OURS, settings, T)
     assert len(sum(batches, [])) + len(held_out) == 4
-    assert words.startswith("4 pairs, 1 to learn, 1 held out.") and "3 times a question or an answer is cut" in words
+    assert words.startswith("4 pairs, 1 to learn, 1 held out.") and "3 of their 8 rows are cut" in words
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,3 +225,7 @@ def test_a_resumed_run_runs_the_code_of_its_reward_only_where_it_is_named_again(
     assert not os.path.exists("ran")
     assert "note: the file of own.py:own has changed" in run(f"{command} 2 --resume").stdout and os.path.exists("ran")
     assert "has changed" not in run(f"{command} 3 --resume").stdout
+    model, tokenizer = checkpoint.load("tuned", model_cpu)
+    model.flat_params += 1
+    checkpoint.save("tuned", model, tokenizer, {})
+    assert "tuned: changed since resumed began" in refused(f"{command} 4 --resume")
