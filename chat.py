@@ -8,9 +8,9 @@
 
 Read before it: tokenizer.py; generate and euler_table in model_cpu.py; checkpoint.py.
 
-A pretrained model continues a text.  What you type is its beginning, and an empty line lets the model write
-on.  Any other line begins a new text.  A fine-tuned model answers.  It has a chat template
-(checkpoint.read_tokenizer), and each line becomes a turn
+A pretrained model continues a text.  What you type is its beginning, and an empty line lets the model write on.  Any
+other line begins a new text (on a terminal a line such as /help is a command).  A fine-tuned model answers.  It has a
+chat template (checkpoint.read_tokenizer), and each line becomes a turn
 
     <|user|>what you typed<|end|><|assistant|>the answer<|end|>
 
@@ -137,7 +137,7 @@ def print_tokens(session):
     session.model.decoder.forget()
     logits = session.model.decoder.extend(ids[:-1])[:, 0, :session.tokenizer.vocab_size]        # (T,V) of head 0
     p = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))                     # softmax
-    for token, chances in list(zip(ids[1:], p))[-len(answer):]:
+    for token, chances in list(zip(ids[1:], p))[-len(answer):]:         # the answer's tokens alone
         text = visible(session.tokenizer.tokens[token])
         colour = next(colour for least, colour in COLOURS if chances[token] >= least)
         print(f"\x1b[{colour}m{text}\x1b[0m", end="")

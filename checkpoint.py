@@ -105,7 +105,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        # Ours if either key is there, because one damaged byte cannot spoil both
+        # A file of ours has both keys.  One of them is enough, because one damaged byte cannot spoil both
         if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:
@@ -265,7 +265,7 @@ def save(folder, model, tokenizer, state, chat=False):
     write_file(f"{folder}/tokenizer_config.json", json.dumps(settings, indent=2).encode())
 
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
-    # load compares these checksums, so that config.json and tokenizer.json cannot be exchanged.
+    # load compares these checksums, so that config.json and tokenizer.json cannot be replaced by others.
     metadata = {"format": "pt", "step": str(model.step), "config": f"{crc32(config):08x}",
                 "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)

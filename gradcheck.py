@@ -10,7 +10,7 @@ Read model_cpu.py before this.  The runs:
     python gradcheck.py --exercise linear      write this function yourself (graded by tests/exercises.py)
 
 The idea.  A gradient is a slope: move one weight w by h and see by how much the loss f moves.  This runs only the
-forward.  So it can judge the backward and need not trust it.  The usual quotient is (f(w+h) - f(w-h)) / 2h.  A better
+forward.  So it judges the backward without using it.  The usual quotient is (f(w+h) - f(w-h)) / 2h.  A better
 one takes four values (f^(5) is the fifth derivative):
 
     f'(w) = (f(w-2h) - 8 f(w-h) + 8 f(w+h) - f(w+2h)) / 12h  +  h^4 f^(5)(w) / 30 + ...

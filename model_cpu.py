@@ -252,8 +252,8 @@ def work_table(config, B, T):
 #     NAME_forward(out, ..., inputs)                   writes its results into arrays of the caller, outputs first
 #     NAME_backward(dinputs, dweights, dout, ...)      takes dout = d loss / d out and what the forward has saved
 #
-# A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because one weight
-# serves many tokens and several micro-batches (the pieces of a batch that is too large for the memory).
+# A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because a step may have
+# several micro-batches (the pieces of a batch that is too large for the memory), and a tied matrix is used twice.
 #
 # In code dNAME is d loss / d NAME.  A backward is the chain rule.  It gets the slope of the loss for each output, dout,
 # and returns that for each input:
@@ -307,6 +307,7 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 #                                                ∂xhat_i/∂x_j = [i == j] r + x_i ∂r/∂x_j
 #     dx_j = sum_i dxhat_i ∂xhat_i/∂x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
+#          = r dxhat_j - r xhat_j (1/C) sum_i dxhat_i xhat_i
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
 # The second term is a projection, the part of r dxhat that points along x.  RMSNorm discards the length of x, so moving
 # x along itself does not change the output: this term removes that part.  (Exactly, if eps is 0: then the mean square
@@ -348,7 +349,7 @@ def rope_forward(x, cos, sin):
     """Rotate, in place, every head of x (B,T,heads,D).  cos, sin (T,1,D): see rope_table.
 
     The formula for both halves at once: y = x * cos + [x2, x1] * [-sin, sin].  np.roll by D/2 turns [x1, x2] into
-    [x2, x1], and the table's sines have the two signs."""
+    [x2, x1], and the table holds [-sin, sin]."""
     swapped = np.roll(x, x.shape[-1] // 2, axis=-1) * sin
     x *= cos
     x += swapped
@@ -409,9 +410,9 @@ def causal_mask(T, J, dtype):
 
 def attend(out, P, q, k, v, mask):
     """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Token i takes the share
-    P_ij of the value of token j.  The share is large where the query of i fits the key of j.  A sum of D products of
-    random signs grows as sqrt(D).  With large scores a token would take one value alone.  So the scores are divided by
-    sqrt(D).  Per head, with scale = 1/sqrt(D):
+    P_ij of the value of token j.  The share is large where the query of i fits the key of j.  A score is a sum of D
+    products.  With random signs its size is about sqrt(D).  Divided by that it stays about 1: with large scores a token
+    would take one value alone.  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_l exp(S_il)       out_i = sum_j P_ij v_j
 
@@ -442,7 +443,7 @@ def attention_forward(out, P, qkv, config):
 #                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il = P_il (dP_il - delta_i)
 #                                        with delta_i = sum_j P_ij dP_ij
 #                                                     = sum_j P_ij (dO_i . v_j) = dO_i . (sum_j P_ij v_j)
-#                                                     = dO_i . O_i:  a sum of D products in place of J
+#                                                     = dO_i . O_i:  D products in place of J, so cheaper
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # The mask needs no line here: where it is -inf, P is 0, and so is dS.
@@ -458,7 +459,7 @@ def attention_backward(dqkv, dout, out, P, qkv, config, dS):
     dv[...] = (P.swapaxes(-1, -2) @ dout).sum(axis=2, keepdims=True)                # summed over the group
     dP = np.matmul(dout, v.swapaxes(-1, -2), out=dS)                                # (B,G,R,T,T)
     # P = softmax(S)
-    delta = np.einsum("...d,...d->...", dout, out)[..., None]
+    delta = np.einsum("...d,...d->...", dout, out)[..., None]                       # (B,G,R,T,1): dO_i . O_i
     np.subtract(dP, delta, out=dS)
     dS *= P
     # S = scale * q @ k.T
@@ -601,7 +602,7 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 
     Returns nll (N,K)."""
     logits -= logits.max(axis=-1, keepdims=True)
-    picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]    # -1 picks the last, which is not used
+    picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]    # -1 picks the last; `where` drops it
     np.exp(logits, out=logits)
     logits.sum(axis=-1, out=exp_sum)
     nll = np.where(targets >= 0, np.log(exp_sum) - picked, 0.0)
@@ -684,8 +685,8 @@ def newton_schulz(M):
     goes five times through the polynomial."""
     a, b, c = NEWTON_SCHULZ
     tall = M.shape[0] > M.shape[1]
-    X = M.T if tall else M                          # X X^T on the shorter side: the same, in fewer products
-    X = X / (np.linalg.norm(X) + 1e-7)
+    X = M.T if tall else M                          # X X^T on the shorter side: the same, with less work
+    X = X / (np.linalg.norm(X) + 1e-7)              # 1e-7: no division by 0
     for _ in range(5):
         A = X @ X.T
         X = a * X + (b * A + c * A @ A) @ X
@@ -701,8 +702,8 @@ def newton_schulz(M):
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
 # of its entries is 1 / sqrt(max(rows, columns)).  AdamW's steps have about 0.2 in training, whatever the shape.  With
 # this factor Muon's have the same, and one learning rate and one decay serve both (Liu et al. 2025).
-# The step is as long for a long u as for a short one, so the gradient is not clipped.  (But one very long gradient
-# sets the direction of many steps after it.)
+# The step is as long for a long u as for a short one, so the gradient is not clipped.  (One very long gradient would
+# set the direction of many steps after it: clipping would help there.)
 def muon_update(param, grad, m, lr, decay, momentum=0.95):
     """In place, on matrices (rows, columns).  The gradient is set to 0, because the next backward adds to it."""
     share = (1 - momentum) * grad
@@ -718,7 +719,8 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
 # (What a new optimizer needs: docs/notes.md.)
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
-# AdamW goes over four arrays a dozen times.  In pieces of this many numbers all four stay in the processor's cache.
+# AdamW goes over four arrays (param, grad, m, v) a dozen times.  In pieces of this many numbers all four stay in the
+# processor's cache.
 PIECE = 65536
 
 
@@ -812,6 +814,7 @@ class Model:
         self.pending = []                           # workspaces with a forward whose backward has not run
         self.flat_grads = self.workspaces[0].flat_grads
         self.grads = self.workspaces[0].grads
+        # m of all parameters, then v of those that AdamW updates
         self.m, self.v = np.split(np.zeros(moment_count(config, optimizer), dtype), [size])
         self.rope = rope_table(config, dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
@@ -889,7 +892,7 @@ class Model:
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        # counted is 1, so the sums are not divided
+        # counted is 1, so the sums are not divided; with weights only head 0 counts
         self.forward(tokens, targets, [1] * self.config.predict, np.ones(len(tokens)))
         self.pending = []                           # with this divisor backward would make no sense
         nll = self.read(self.nll)                   # (N,K)
@@ -952,6 +955,7 @@ class Model:
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             arrays = [self.flat_params[part], self.flat_grads[part], self.m[part]]
             if rule == "muon":
+                # matrices: param, grad and m of each matrix
                 for matrices in zip(*[layer_matrices(array, c) for array in arrays]):
                     jobs.append(partial(muon_update, *matrices, lr, decay, momentum))
             elif rule == "adamw":
@@ -986,7 +990,8 @@ class Decoder:
     texts, length: the number of texts, each with a cache of its own for `length` tokens.
 
     For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.
-    (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values.)
+    (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values,
+    and so does chat.print_tokens.)
 
     For many texts: draw_rows, which empties the cache when the windows move.  Only the length of tokens counts then."""
 
@@ -1053,7 +1058,7 @@ class Decoder:
         which head 0 draws first.  For last = 2 and heads = 3 the ids are for these positions:
 
                                         head 0   head 1   head 2
-            after the last token but 1  t        t + 1    t + 2
+            after the last but one      t        t + 1    t + 2
             after the last token        t + 1    t + 2    t + 3"""
         logits = self._read([tokens], last, heads)
         positions = np.arange(t, t + last)[:, None] + np.arange(heads)                  # (last, heads)
@@ -1095,9 +1100,9 @@ class Sampling:
 
 
 def window_start(n, context):
-    """Where the window of a text of n tokens starts: at 0 while the text fits.  Each time the window is full, its
-    last half is kept and read anew from position 0.  For a context of 128: n = 128 -> 0, 129 -> 64, 192 -> 64,
-    193 -> 128.  A pure function of n, so cached decoding and recomputation from scratch see the same window."""
+    """Where the window of a text of n tokens starts: at 0 while the text fits.  When one token more comes than fits,
+    the last half and this token are read anew from position 0.  For a context of 128: n = 128 -> 0, 129 -> 64, 192 ->
+    64, 193 -> 128.  A pure function of n, so cached decoding and recomputation from scratch see the same window."""
     stride = context - context // 2                 # tokens by which a full window moves on
     # n - context tokens are too many: rounded up to whole strides
     return max(0, n - context + stride - 1) // stride * stride
@@ -1167,10 +1172,9 @@ def generate_plain(model, tokens, sampling, most):
 
 def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     """Continue many prompts at once: lists of at least one id each -> list of lists of ids.  Each answer has the
-    tokens that generate draws for its prompt, at most `most`.  (The products have another shape here, so the logits
-    differ by their rounding.  In rare cases another token is drawn.)  generate leaves out the id in `stop` that ends a
-    text, and this keeps it.
-    sampling.seed: (B,), one a prompt.
+    tokens that generate draws for its prompt, at most `most`.  (Matrix products of another shape round differently, so
+    in rare cases another token is drawn.)  generate leaves out the id in `stop` that ends a text, and this keeps it.
+    sampling.seed: (B,), one for each prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each token.
 
     A prompt whose text will not fit the context is drawn alone: each time that its window moves, it is read anew, and
@@ -1467,7 +1471,7 @@ def main(argv):
     print(f"5. One AdamW step: gradient norm {norm:.4f}, loss of head 0 {losses[0]:.4f} -> "
           f"{model.forward(tokens, targets)[0]:.4f}")
     print("\n6. The Euler table: the loss if the integration stopped after each layer, and the length of its "
-          "step.\n   These layers have learned one step, on this text; a trained model's: python chat.py --lens TEXT")
+          "step.\n   This model has had one update, on this text; a trained model's: python chat.py --lens TEXT")
     print_euler_table(model, tokenizer, ids[:, :T + 1])
 
 

@@ -10,7 +10,7 @@
 Read before it: sft.py.  train.py's rows, loop and folders of runs are used here unchanged.  The optimizer is AdamW
 without decay (with Muon DPO ranked fewer held-out pairs right: docs/notes.md).
 
-The one line of mathematics.  Let p be the softmax at one position, and y the token that the answer has there.  Then for
+One formula for all methods.  Let p be the softmax at one position, and y the token that the answer has there.  Then for
 every method the gradient with respect to the logits is (derived beside cross_entropy_backward in model_cpu.py)
 
     d loss / d logits = w (p - onehot(y)) / N
@@ -83,9 +83,9 @@ def reinforce_weights(rewards):
 # then; DPO takes it as the model's own reward for the answer.  Why: let r be any reward, and look for the pi with the
 # largest  sum_a pi(a) r(a) - beta KL,  where KL = sum_a pi(a) (log pi(a) - log ref(a)) measures how far pi is from ref.
 # At the best pi nothing is gained by moving a little probability from one answer to another.  So the derivative by each
-# pi(a) is the same number c:
-#     r(a) - beta (log pi(a) - log ref(a)) - beta = c,   so   r(a) = beta (log pi(a) - log ref(a)) + c + beta
-# and c + beta is the same for both answers of a pair.  So it falls out of z = r(chosen) - r(rejected).
+# pi(a) is the same number k (the derivative of pi (log pi - log ref) by pi is log pi - log ref + 1):
+#     r(a) - beta (log pi(a) - log ref(a)) - beta = k,   so   r(a) = beta (log pi(a) - log ref(a)) + k + beta
+# and k + beta is the same for both answers of a pair.  So it falls out of z = r(chosen) - r(rejected).
 # The chance that the model agrees with the choice is taken to be sigmoid(z), as Bradley & Terry (1952) have it
 # for the difference of two scores, and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected

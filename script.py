@@ -138,7 +138,7 @@ def read_fields(kind, record):
         value = record[field.name]
         possible = field.metadata.get("choices", [value])
         require(type(value) is field.type and value in possible, f"{field.name} is {value!r:.40}")
-        field.metadata.get("type", str)(str(value))             # which checks the bounds
+        field.metadata.get("type", str)(str(value))             # argparse's type: an error outside the bounds
     return kind(**record)
 
 

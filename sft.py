@@ -118,7 +118,7 @@ def fine_tuning_job(training):
     # at most three questions, which every evaluation answers
     asked = list(dict.fromkeys(map(opening, unseen)))[:3]
     prompts = {text: make_prompt(tokenizer, system, text, T) for system, text in asked}
-    batches = []                                    # of the whole run, epoch after epoch: there are not many
+    batches = []                                    # of the whole run: few enough to plan all at the start
     epochs = 0
     while len(batches) < settings.steps:
         batches += plan_epoch(rows, T, settings.batch_tokens, settings.seed, epochs)
@@ -154,7 +154,7 @@ def hold_out(items, openings):
     """Split items, each of which has an opening -> (the items to learn, the items held out).  A tenth of the different
     openings is drawn at random, but at least 1 and at most MOST_HELD_OUT.  All items with one of these openings are
     held out.  So no question is learned and also asked in an evaluation.  The draw does not depend on --seed: so
-    rl.py, with any seed, holds out what its base has not learned from these files."""
+    rl.py, with any seed, holds out the questions that sft.py held out."""
     different = list(dict.fromkeys(openings))
     require(len(different) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     number = max(1, min(MOST_HELD_OUT, len(different) // 10))

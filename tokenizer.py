@@ -1,6 +1,6 @@
 r"""Byte-level BPE: how text becomes the integers that the model reads, and back.
 
-Read before it: nothing; this is the first file.  Section 1 is the whole idea in forty lines.
+Read before it: nothing; this is the first file.  Section 1 is the whole idea, in three short functions.
 
 A language model needs a finite alphabet.  Single characters make long sequences, and whole words make an endless
 vocabulary.  Byte pair encoding (Sennrich, Haddow and Birch 2016, "Neural Machine Translation of Rare Words with
@@ -13,8 +13,9 @@ took the 256 bytes as the first symbols.  So every text in every script has an e
                  --merges-->  32 256 119 101 114          merge 0 is (l, o) = (108, 111): it makes 256, "lo"
                               32 257 101 114              merge 1 is (lo, w) = (256, 119): it makes 257, "low"
 
-The pair (l, o) occurs twice, and so does (o, w).  Of two such pairs the one with the smaller ids goes first, so that
-nothing is left to chance.  Now no pair occurs twice, so the merges end: " lower" is 4 tokens in place of 6 bytes.
+The pair (l, o) occurs twice, and so does (o, w).  Of two such pairs the one with the smaller left id goes first (of two
+with one left id, that with the smaller right id), so that nothing is left to chance.  Now no pair occurs twice, so the
+merges end: " lower" is 4 tokens in place of 6 bytes.
 
 Sections: 1 the idea; 2 words; 3 learning, fast; 4 encoding, fast; 5 the Tokenizer; 6 large files (optional);
 7 conversations (optional); 8 tokenizer.json (optional); 9 the command line.
@@ -55,7 +56,7 @@ def learn_merges_plain(words, most_merges):
     """{word: how often it occurs} -> list of at most `most_merges` merges, pairs of ids.  Merge i makes the id 256 + i.
 
     Among pairs that occur equally often, the smallest is taken: first by its left id, then by its right id.  The
-    list ends when no pair occurs twice: a pair that occurs once is no pattern.  All pairs are counted again for each
+    list ends when no pair occurs more than once: what occurs once is no pattern.  All pairs are counted again for each
     merge.  `learn_merges` gives the same list faster."""
     rows = {word: [*to_bytes(word)] for word in words}
     merges = []
@@ -111,13 +112,13 @@ def encode_word_plain(word, merges):
 #
 #     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 #
-# \s+(?!\S) is white space that no word follows.  If a word does follow, the match ends one character
-# earlier.  This character, if it is a space, goes to the next word; a tab or a line end is a word by itself, which the
-# last \s+ takes:
-#
 #     "I'd say 42!"     ->  "I", "'d", " say", " 42", "!"
 #     "a   b"           ->  "a", "  ", " b"
 #     "a\n\nb"          ->  "a", "\n", "\n", "b"
+#
+# \s+(?!\S) is white space that no word follows.  If a word does follow, the match ends one character earlier.  The last
+# white space before the word is then left over.  If it is a space, as in the second example, it goes to the word.  A
+# tab or a line end, as in the third, is a word by itself, which the last \s+ takes.
 #
 # SmolLM (a small model of Hugging Face) and others split a text at its numbers first, and each digit is a word.  So the
 # space before a number is a word of its own:
@@ -204,7 +205,7 @@ def to_bytes(word):
 # 3. Learning, fast
 # ------------------------------------------------------------------------------------------------------------
 def count_words(texts):
-    """Iterable of str or bytes -> Counter of words."""
+    """Iterable of str or bytes -> Counter of words, as our own tokenizers split them."""
     return Counter(chain.from_iterable(part for text in texts for part in split_words(to_str(text))))
 
 
@@ -244,7 +245,7 @@ def learn_merges(words, most_merges):
         if -minus_times != counts[pair]:
             # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (They never make
             # new ones: each pair that a merge makes holds its new id, so it is another pair.)  Push the true count, and
-            # go on.
+            # go on.  (A count below 2 ends the loop when it comes up.)
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -299,7 +300,7 @@ def encode_word(ids, rank_of, made_by):
     The heap holds (rank, place) of each pair that may merge; ranks[place] is the true rank of the pair that begins
     there, None if it does not merge.  A merge leaves its id at the left place, and None at the right one.  So a word of
     n bytes takes about n log n steps, also one of a million bytes without a space.  (A run of None is the rest of one
-    token.  So the loops that skip it are short.)"""
+    token.  So a loop skips at most the bytes of one token.)"""
     get = rank_of.get
     ranks = list(map(get, pairwise(ids)))
     heap = [(rank, place) for place, rank in enumerate(ranks) if rank is not None]
@@ -329,8 +330,8 @@ def encode_word(ids, rank_of, made_by):
     return [token for token in ids[1:-1] if token is not None]
 
 
-# words in the cache, about 50 MB; it is emptied when it is full
-MAX_ENTRIES = 250_000
+# about 50 MB; the cache is emptied when it is full
+MAX_CACHED_WORDS = 250_000
 
 
 class Encoder(dict):
@@ -339,7 +340,7 @@ class Encoder(dict):
     one b"".join, which is fast because it runs in C."""
 
     def __init__(self, tokens, merges, digits):
-        """See Tokenizer."""
+        """tokens: the bytes of each id; merges: {(left id, right id): id}; digits: whether each digit is a word."""
         self.byte_ids = {token[0]: i for i, token in enumerate(tokens) if len(token) == 1}
         self.made_by = [*merges.values()]
         self.rank_of = dict(zip(merges, count()))
@@ -351,13 +352,13 @@ class Encoder(dict):
         ids = [-1, *[byte_ids[byte] for byte in to_bytes(word) if byte in byte_ids], -1]
         packed = array("H", encode_word(ids, self.rank_of, self.made_by)).tobytes()
         if len(word) <= 64:                 # longer ones hardly come again; 60 or 70 would do as well
-            if len(self) >= MAX_ENTRIES:
+            if len(self) >= MAX_CACHED_WORDS:
                 self.clear()
             self[word] = packed
         return packed
 
     def pack(self, text):
-        """str or bytes -> its ids, packed in the machine's byte order: little-endian on all that this runs on."""
+        """str or bytes -> its ids, packed in the machine's byte order (little-endian where this is supported)."""
         packed = bytearray()
         for words in split_words(to_str(text), self.digits):
             packed += b"".join(map(self.__getitem__, words))
@@ -481,8 +482,8 @@ class Tokenizer:
         with replace_file(out) as file:
             for part in parts:
                 last = boundary
-                # As many results as the part has chunks.  (zip must ask `part` first: when that ends, zip takes no
-                # further result, which would belong to the next file)
+                # zip takes as many results as the part has chunks.  `part` stands first: otherwise zip would take one
+                # result of the next file before it ends
                 for _, ids in zip(part, results):
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
@@ -527,7 +528,7 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        # How many ids stand before the text, such as 3: that of <|user|> and two of the system text.  (Head and text
+        # How many ids stand before the text, for example 3: <|user|> and a system text of two ids.  (Head and text
         # are encoded together, so an id may belong to both, and this is only about right.)
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:
@@ -554,6 +555,7 @@ class Tokenizer:
         """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.  With one
         difference: those libraries also turn "<|end|>" inside a text into the special token."""
         chars = byte_chars()
+        # each byte becomes the character at its place in chars
         names = [token.decode("latin-1").translate(chars) for token in self.tokens]
         added = []
         for name, i in self.special.items():
@@ -580,7 +582,7 @@ class Tokenizer:
             require(first in ([], [DIGITS]) and byte_level == BYTE_LEVEL and not content.get("normalizer"),
                     "it divides text into other words than GPT-2's and SmolLM's do")
             special = {token["content"]: token["id"] for token in content["added_tokens"]}
-            # where a name stands in added_tokens and in the vocabulary, that id counts, as in `tokenizers`
+            # where a name stands in added_tokens and in the vocabulary, the vocabulary's id counts, as in `tokenizers`
             return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, bool(first))
 
     @classmethod

@@ -89,8 +89,8 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 #
 # p_k is the softmax of head k's logits, and n_k the number of terms of this sum in the whole step: so every learned
 # token weighs the same.  A target of -1 means that there is no term.  In the example each head has two terms, for "Yo"
-# and <|end|>.  make_batch writes the targets of all heads as one row, here -1 -1 -1 Yo <|end|> -1 (and more -1
-# for the padding).  Head k reads it from the entry k on.
+# and <|end|>.  make_batch writes the targets of all heads as one row, for K = 2 here -1 -1 -1 Yo <|end|> -1
+# (and more -1 for the padding).  Head k reads it from the entry k on.
 def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
@@ -117,9 +117,10 @@ def padded_lengths(rows, T):
 
 
 def batches_of_one_length(rows, order, T, tokens):
-    """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.
-    A batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first: who keeps this order
-    has memory allocated once.  order: an array of the indices; among rows of one length it says which come first."""
+    """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.  A
+    batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first: a caller that keeps
+    this order allocates memory once.  order: an array of the indices; among rows of one length it says which come
+    first."""
     lengths = padded_lengths(rows, T)
     order = order[np.argsort(-lengths[order], kind="stable")]
     batches = []
@@ -241,7 +242,7 @@ def train(training, job, stop):
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
-                    # 128 + the signal, as shells have it; without a signal another rank has one
+                    # 128 + the signal, as shells have it; if this rank had none, another one had
                     return 128 + (stop.signal or signal.SIGTERM)
         if evaluating:
             record = job.evaluate(step)
@@ -435,8 +436,8 @@ DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
-# A run without --steps ends after so many epochs at most.  Four take big ten minutes.  After eight its loss is 0.02
-# lower, and 0.05 lower with --decay 0.5; more hardly help (docs/results.md).  Small gains nothing by a ninth epoch
+# A run without --steps ends after so many epochs at most.  With four `big` takes ten minutes.  After eight its loss is
+# 0.02 lower, and 0.05 lower with --decay 0.5; more hardly help (docs/results.md).  Small gains nothing by a ninth epoch
 # (tried with 0.3 MB of text).
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
@@ -774,8 +775,8 @@ def pretraining(training):
     # A prompt may have no token, because another model's tokenizer may lack some bytes.
     prompts = {repr(text): tokenizer.encode(text) or [tokenizer.special_id(*TEXT_ENDS)] for text in PROMPTS}
     # tau = 1 / (lr * decay) steps, here in epochs (model_cpu.py, beside AdamW)
-    forgotten = settings.lr * settings.decay * len(tokens) / settings.batch_tokens
-    tau = 1 / forgotten if forgotten else math.inf
+    decay_per_epoch = settings.lr * settings.decay * len(tokens) / settings.batch_tokens
+    tau = 1 / decay_per_epoch if decay_per_epoch else math.inf
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
           f"{len(tokens):,} tokens to train on; weight decay fades an update by the factor e within tau = "

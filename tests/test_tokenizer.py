@@ -158,7 +158,7 @@ def test_training(tokenizer):
 def test_encoding_equals_replaying_the_merges(tokenizer, monkeypatch):
     """Of short words and of long ones; every text and every byte string comes back.  With a cache that is full again
     and again, too."""
-    monkeypatch.setattr(tk, "MAX_ENTRIES", 30)
+    monkeypatch.setattr(tk, "MAX_CACHED_WORDS", 30)
     rng = Random(13)
     for text in SAMPLES + [bytes(range(256))] + [rng.choice([random_text, Random.randbytes])(rng, 60) for _ in range(300)]:
         ids = tokenizer.encode(text)
