@@ -666,11 +666,12 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
 # M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the same
-# length.  Why this direction?  (This may be skipped.)  Take all steps with |step @ x| <= |x| for every x (their
-# spectral norm is at most 1).  To
-# first order the loss changes by the sum of M * step, which is the sum over i of s_i u_i . (step @ v_i) with the
-# columns u_i of U and v_i of V.  These are unit vectors, so each u_i . (step @ v_i) is at least -1.  With
-# -U V^T each is -1, so no such step lowers the loss faster.
+# length.
+#
+# Why this direction?  (This may be skipped.)  Of all steps that lengthen no vector, |step @ x| <= |x| for every x, it
+# lowers the loss fastest.  To first order the loss changes by the sum of M * step.  That is the sum over i of
+# s_i u_i . (step @ v_i), with the columns u_i of U and v_i of V.  These are unit vectors, so each u_i . (step @ v_i) is
+# at least -1, and with the step -U V^T each is -1.
 #
 # No singular values need be computed.  (U, S and V are those of the decomposition here, not vocabulary or scores.)
 # Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
@@ -990,8 +991,8 @@ class Decoder:
     texts, length: the number of texts, each with a cache of its own for `length` tokens.
 
     For one text: extend, draw and truncate.  tokens is the list of ids whose keys and values the cache holds.
-    (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values,
-    and so does chat.print_tokens.)
+    (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values.
+    chat.print_tokens empties it, too.)
 
     For many texts: draw_rows, which empties the cache when the windows move.  Only the length of tokens counts then."""
 
