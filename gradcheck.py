@@ -19,10 +19,9 @@ To see it, write the four as Taylor series about w.  With the factors 1, -8, 8 a
 cancel.
 
 (With f(w), whose factor is 0, it is called the formula of five points.  The simple one has three.)  Why five?  There
-are two errors.  The formula's own error falls
-with h: as h^4 with five points, as h^2 with three.  The rounding of f is about 1e-16 of f.  It is divided by h, so
-it grows as h falls.  The best h is where the two errors are about equal.  Measured on the first tiny model, worst of
-all 4,944 entries:
+are two errors.  The formula's own error falls with h: as h^4 with five points, as h^2 with three.  The rounding of f is
+about 1e-16 of f.  It is divided by h, so it grows as h falls.  The best h is where the two errors are about equal.
+Measured on the first tiny model, worst of all 4,944 entries:
 
     h               5e-6      1e-5      1e-4      2e-4      1e-3
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09

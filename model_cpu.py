@@ -74,7 +74,7 @@ class Config:
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # for config.json alone: the largest T, where we read less of a text (--context)
+    positions: int = None       # for config.json alone: the largest T of a loaded model; --context may be less
 
     def __post_init__(self):
         if self.hidden is None:
@@ -703,8 +703,8 @@ def newton_schulz(M):
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
 # of its entries is 1 / sqrt(max(rows, columns)).  AdamW's steps have about 0.2 in training, whatever the shape.  With
 # this factor Muon's have the same, and one learning rate and one decay serve both (Liu et al. 2025).
-# The step is as long for a long u as for a short one, so the gradient is not clipped.  (One very long gradient would
-# set the direction of many steps after it: clipping would help there.)
+# The step is as long for a long u as for a short one, so the gradient is not clipped.  (But one very long gradient
+# sets the direction of many steps after it.)
 def muon_update(param, grad, m, lr, decay, momentum=0.95):
     """In place, on matrices (rows, columns).  The gradient is set to 0, because the next backward adds to it."""
     share = (1 - momentum) * grad
@@ -1115,9 +1115,9 @@ def gumbel(seed, t, ids):
     or one for each row.
 
     It takes two hashes of 64 bits, one for each round of the loop: z = hash(seed, t), then z = hash(z, id).  hash(z, n)
-    is output n of the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: it is z + (n+1)
-    gamma, whose bits are then mixed by two multiplications.  The upper 52 bits of the second make u, uniform in (0,1):
-    u = (bits + 1/2) / 2^52 is exact in float64, and never 0 or 1.  -log(-log u) has the Gumbel distribution."""
+    is output n of the generator splitmix64 (Steele, Lea & Flood 2014) with the seed z: it is z + (n+1) gamma, whose
+    bits are then mixed by two multiplications.  The upper 52 bits of the second make u, uniform in (0,1): u = (bits +
+    1/2) / 2^52 is exact in float64, and never 0 or 1.  -log(-log u) has the Gumbel distribution."""
     z = np.array(seed, np.uint64).reshape(-1, 1)
     for n in (np.reshape(t, (-1, 1)), ids):
         z = z + (n.astype(np.uint64) + 1) * 0x9e3779b97f4a7c15          # gamma; all of this is modulo 2^64

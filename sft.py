@@ -154,7 +154,7 @@ def hold_out(items, openings):
     """Split items, each of which has an opening -> (the items to learn, the items held out).  A tenth of the different
     openings is drawn at random, but at least 1 and at most MOST_HELD_OUT.  All items with one of these openings are
     held out.  So no question is learned and also asked in an evaluation.  The draw does not depend on --seed: so
-    rl.py, with any seed, holds out the questions that sft.py held out."""
+    rl.py, with any seed, holds out the questions of a file that sft.py held out."""
     different = list(dict.fromkeys(openings))
     require(len(different) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     number = max(1, min(MOST_HELD_OUT, len(different) // 10))

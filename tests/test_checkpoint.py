@@ -217,9 +217,10 @@ def test_whatever_is_in_a_folder_is_kept(tmp_path, name):
     checkpoint.set_aside(out)
     assert not out.exists()
     save(out, make(0), TOKENIZER, RECORD)
-    write(out / "my notes", "kept")
+    write(out / "my.new", "kept")
+    checkpoint.lock_folder(out)                         # removes the new files of a save that was killed, and no others
     checkpoint.set_aside(out)
-    assert read(f"{out}.2/my notes") == b"kept" and not out.exists()
+    assert read(f"{out}.2/my.new") == b"kept" and not out.exists()
 
 
 HOLDER = """
