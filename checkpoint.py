@@ -33,7 +33,6 @@ import os
 import re
 import shutil
 import sys
-from contextlib import suppress
 from os.path import basename, exists, isfile, join, realpath, split
 from zlib import crc32
 
@@ -49,8 +48,6 @@ except ImportError:         # Windows has none: see lock_folder
 
 WEIGHTS = "model.safetensors"
 STATE = "train_state.safetensors"
-# all that a run writes into its folder
-RUN_FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS, STATE, "log.jsonl"}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -244,7 +241,7 @@ def read_config(folder, context=None):
 #
 #     FILE.N.new                  process N is writing FILE
 #     model.safetensors.saved     the weights of a save before its third step
-#     .OUT.begun                  a run before its first evaluation
+#     .OUT.begun                  a run before its first step
 #     .OUT.lock                   is held while a run works in OUT
 #     OUT.1                       an older run
 #
@@ -385,21 +382,9 @@ def lock_folder(out):
         os.remove(new)
 
 
-def is_empty_run(out):
-    """Whether a folder holds a run that has not finished a step, and nothing else."""
-    log = f"{out}/log.jsonl"
-    with suppress(ValueError, OSError):                             # what is damaged is no such run
-        if safetensors_metadata(f"{out}/{STATE}").get("step") == "0" and {*os.listdir(out)} <= RUN_FILES:
-            return not exists(log) or b'"loss":' not in read_chunk(log)     # each step has one, an evaluation none
-    return False
-
-
 def set_aside(out):
-    """Make room for a new run.  A run that has not finished a step is removed.  Whatever else is there keeps its
-    folder, under another name."""
-    if is_empty_run(out):
-        shutil.rmtree(out)
-    elif exists(out) and os.listdir(out):
+    """Make room for a new run: whatever is there keeps its folder, under another name."""
+    if exists(out) and os.listdir(out):
         number = 1
         while exists(f"{out}.{number}"):
             number += 1
@@ -408,18 +393,24 @@ def set_aside(out):
 
 
 def begun_folder(out):
-    """-> the path of the hidden folder, beside `out`, in which a new run is written."""
+    """-> the path of the hidden folder, beside `out`, in which a new run is written until it has made a step."""
     parent, name = split(out)
     return join(parent, f".{name}.begun")
 
 
-def open_log(out, step, evaluated):
-    """-> the Log of a run.  A new run takes the name of its folder only now, after its first evaluation: if it fails
-    before, as by a reward that raises an error, an older run of this name stays where it is."""
-    if exists(begun_folder(out)):
+def run_folder(out):
+    """-> the path of the folder in which the run `out` is now."""
+    begun = begun_folder(out)
+    return begun if exists(begun) else out
+
+
+def take_name(out):
+    """A new run takes the name of its folder, when it has made a step.  If it fails before, as by a reward that raises
+    an error, an older run of this name stays where it is."""
+    begun = begun_folder(out)
+    if exists(begun):
         set_aside(out)
-        os.rename(begun_folder(out), out)
-    return Log(out, step, evaluated)
+        os.rename(begun, out)
 
 
 class Log:
@@ -429,16 +420,17 @@ class Log:
     resumed run has each step once.  If the run was evaluated once more at this step, the older evaluation is cut off,
     too.  The kept records are not rewritten.  So a kill at any moment loses none of them.  ValueError for a line that
     is no record."""
-    def __init__(self, folder, step, evaluated):
-        self.path = f"{folder}/log.jsonl"
+    def __init__(self, out, step, evaluated):
+        self.out = out
+        path = self.path()
         kept = 0
-        with open(self.path, "ab+") as file:
-            read_chunk(self.path, 0, 0)                     # an error if this is no plain file
+        with open(path, "ab+") as file:
+            read_chunk(path, 0, 0)                          # an error if this is no plain file
             file.seek(0)
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):                # the last line of a killed run may be cut
                     break
-                with refusing(f"{self.path}, line {number}, is no record of a run: "
+                with refusing(f"{path}, line {number}, is no record of a run: "
                               "move the file away to begin another"):
                     record = json.loads(line)
                     if record["step"] > step or evaluated and record["step"] == step and "loss" not in record:
@@ -446,8 +438,12 @@ class Log:
                 kept += len(line)
             file.truncate(kept)
 
+    def path(self):
+        """A new run's folder is renamed once."""
+        return f"{run_folder(self.out)}/log.jsonl"
+
     def write(self, **record):
-        with open(self.path, "a") as file:              # closed at once, so that nothing waits to be written
+        with open(self.path(), "a") as file:             # closed at once, so that nothing waits to be written
             print(json.dumps(record), file=file)
 
 

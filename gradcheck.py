@@ -4,7 +4,6 @@ check would notice a mistake.
 Read model_cpu.py before this.  The runs:
 
     python gradcheck.py               every entry of every tensor of two tiny models, which together have all features
-    python gradcheck.py --small       sampled entries of the real small model
     python gradcheck.py --break all   plant known bugs, one by one: is each of them caught?
     python gradcheck.py --gpu         the GPU engine's gradients against float64, in every precision
     python gradcheck.py --exercise linear      write this function yourself (graded by tests/exercises.py)
@@ -44,7 +43,7 @@ the backward computes from it (rope_sign).  If the gradient of a weight is wrong
 Why are the weights large?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
 usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
 far smaller than that of v (in TINY 240 to 440 times).  The three share a tensor, so an error in q or k would weigh
-so many times less.  (--small and --gpu have the usual weights.  On a GPU tests/test_on_gpu.py checks attention's
+so many times less.  (--gpu has the usual weights.  On a GPU tests/test_on_gpu.py checks attention's
 gradients by themselves.)
 
 What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
@@ -81,8 +80,6 @@ TINY_STEP = 2e-4         # h: the best of the table above
 # A bar is the largest error that passes.  The code has 6.3e-11.  Some of the planted bugs spoil slopes: the mildest of
 # these, norm_eps, gives an error of 1.2e-5.  (The others spoil only the forward.)
 TINY_BAR = 1e-8
-SMALL_STEP = 1e-3        # the worst error is 2.8e-8 with h = 2e-4, 4.1e-9 with 1e-3, 5.3e-7 with 5e-3
-SMALL_BAR = 1e-7         # the code has 4.1e-9
 FORWARD_BAR = 1e-12      # of the forward's distance from forward_plain and plain_losses: it is 2.4e-15
 
 
@@ -136,7 +133,7 @@ def gradients(model, tokens, targets, row_weights=None):
     return model_cpu.table_views(model.flat_grads, model_cpu.param_table(model.config))
 
 
-def check_entries(model, tokens, targets, h, every=1, row_weights=None):
+def check_entries(model, tokens, targets, every=1, row_weights=None):
     """Check the entries 0, every, 2 every, ... of each tensor, and always the one with the largest gradient.  Yields
     for each tensor (name, shape, entries checked, worst relative error, index of the worst)."""
     def loss():
@@ -146,7 +143,7 @@ def check_entries(model, tokens, targets, h, every=1, row_weights=None):
         largest = np.abs(gradient).argmax()
         entries = sorted({largest, *range(0, gradient.size, every)})
         weight = model.params[name].reshape(-1)                 # a view
-        numeric = [slope(loss, weight, i, h) for i in entries]
+        numeric = [slope(loss, weight, i, TINY_STEP) for i in entries]
         by_hand = gradient.reshape(-1)
         # float_info.min is tiny: nothing is divided by 0, and where a whole tensor is 0 by mistake, its errors are huge
         errors = np.abs(by_hand[entries] - numeric) / (abs(by_hand[largest]) + sys.float_info.min)
@@ -288,21 +285,21 @@ def altered_functions(bug, scope):
 # ------------------------------------------------------------------------------------------------------------
 # The runs on the CPU, each -> True if all is well
 # ------------------------------------------------------------------------------------------------------------
-def run_check(model, tokens, targets, h, bar, every=1, row_weights=None):
-    """Print a row per tensor, then the overall figures."""
+def run_check(model, tokens, targets, row_weights=None):
+    """Check every entry: print a row per tensor, then the overall figures."""
     of_forward = forward_error(model, tokens, targets)
     worst = 0.0
     checked = 0
     print(f"{'tensor':18} {'shape':>12} {'checked':>8} {'worst error':>12}   at")
-    for name, shape, count, error, index in check_entries(model, tokens, targets, h, every, row_weights):
-        mark = "   <-- above the bar" if error > bar else ""
+    for name, shape, count, error, index in check_entries(model, tokens, targets, 1, row_weights):
+        mark = "   <-- above the bar" if error > TINY_BAR else ""
         print(f"{name:18} {shape!s:>12} {count:8} {error:12.1e}   {list(map(int, index))}{mark}")
         worst = max(worst, error)
         checked += count
     print(f"the forward against the plain ones: worst error {of_forward:.1e} (bar {FORWARD_BAR:.0e})")
     print(f"overall: {checked} of {model_cpu.param_count(model.config)} entries, "
-          f"worst relative error {worst:.1e} (bar {bar:.0e})")
-    good = of_forward <= FORWARD_BAR and worst <= bar
+          f"worst relative error {worst:.1e} (bar {TINY_BAR:.0e})")
+    good = of_forward <= FORWARD_BAR and worst <= TINY_BAR
     print("all within the bars" if good else "FAILED")
     return good
 
@@ -321,7 +318,7 @@ def report_damage(replacements, every=17):
     with unittest.mock.patch.dict(vars(model_cpu), replacements):       # only inside this block
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
-        rows = [*check_entries(*problem, TINY_STEP, every), *check_entries(*problem, TINY_STEP, 200, ROW_WEIGHTS)]
+        rows = [*check_entries(*problem, every), *check_entries(*problem, 200, ROW_WEIGHTS)]
     rows.sort(key=lambda row: row[3])       # by error: of a tensor's two errors the larger one overwrites the other
     wrong = {name: worst for name, _, _, worst, _ in rows if worst > TINY_BAR}
     same_forward = error <= FORWARD_BAR             # not so for a NaN
@@ -422,7 +419,6 @@ def main(argv):
                     f"tiny models, to {TINY_BAR:.0e}. Exit code 1: an error above the bar, a bug not caught.")
     which = parser.add_mutually_exclusive_group()
     add = which.add_argument
-    add("--small", action="store_true", help=f"entries of the small model, to {SMALL_BAR:.0e}")
     add("--break", dest="bug", choices=["all", *BUGS], metavar="NAME",
         help=f"plant this bug and see that it is caught; all: one after the other; {', '.join(BUGS)}")
     add("--exercise", metavar="NAME",
@@ -441,12 +437,9 @@ def main(argv):
         good = run_gpu()
     elif args.bug:
         good = run_breaks(BUGS if args.bug == "all" else [args.bug])
-    elif args.small:
-        # 98 entries, 2 or more of each tensor.  T could be 128, but then the run would take twice as long
-        good = run_check(*make_problem(CONFIGS["small"], T=70), SMALL_STEP, SMALL_BAR, every=20000)
     else:
-        good = run_check(*make_problem(TINY, 7, 0.3), TINY_STEP, TINY_BAR)
-        good &= run_check(*make_problem(TIED, 7, 0.3), TINY_STEP, TINY_BAR, row_weights=ROW_WEIGHTS)
+        good = run_check(*make_problem(TINY, 7, 0.3))
+        good &= run_check(*make_problem(TIED, 7, 0.3), ROW_WEIGHTS)
     return 0 if good else 1
 
 

@@ -175,7 +175,7 @@ def reinforce_job(training, reward):
     model = training.model
     T, _ = training.sizes
     state = training.state
-    base, _ = checkpoint.load(state["base"], model_cpu, {"dtype": np.float32, "training": False}, T)
+    base, _ = checkpoint.load(state["base"], model_cpu, {"dtype": np.float32}, T)
     key = crc32(base.flat_params)                   # kl is measured against the base: it must not have changed
     require(state.setdefault("base_key", key) == key, f"{state['base']}: changed since {training.out} began.")
     conversations, unseen = sft.read_conversations(settings)
@@ -255,13 +255,11 @@ def read_pairs(tokenizer, settings, T):
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
-    # How many rows are cut?  The lengths of all of them, in this window, and in one so large that nothing is cut
-    in_window, uncut = [[len(ids) for pair in pairs for ids, _ in pair_rows(tokenizer, pair, window)]
-               for window in (T, 1 << 20)]
+    full = sum(len(ids) > T for rows in to_learn + held_out for ids, _ in rows)
     return batches, sum(held_out, []), (
         f"{len(pairs):,} pairs, {len(to_learn):,} to learn, {len(held_out):,} held out.\n"
         "(A pair whose answers are equal within the window is left out.)\n"
-        f"{np.not_equal(in_window, uncut).sum():,} of their {len(uncut):,} rows are cut to the window.")
+        f"{full:,} of their rows fill the window, which cuts longer ones.")
 
 
 def dpo_job(training):

@@ -238,6 +238,8 @@ def train(training, job, stop):
                 stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
                 training.state["seconds"] = time.monotonic() - began
                 report(training, log, waiting, must_read or stopping)
+                if log:
+                    checkpoint.take_name(training.out)          # by now all ranks have read the folder of a new run
                 waiting = []
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
@@ -247,11 +249,8 @@ def train(training, job, stop):
         if evaluating:
             record = job.evaluate(step)
             print_record(record, step == settings.steps)
-        if step == first:
-            ranks.meet()                            # all have read the new folder: now it may be renamed
-            if ranks.rank == 0:
-                # For a new run this also makes room for its folder: a start that fails changes nothing
-                log = checkpoint.open_log(training.out, first, evaluating)
+        if step == first and ranks.rank == 0:
+            log = checkpoint.Log(training.out, first, evaluating)
         if evaluating and log:
             log.write(step=step, **record)
     print(f"\nTrained {training.out}: {settings.steps} steps, {training.state['tokens']:,} tokens, "
@@ -622,11 +621,11 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     settings.key = hash_files(settings.data)
     config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
     if base:
-        model, _ = checkpoint.load(base, model_cpu, {"dtype": np.float32, "training": False}, config.context)
+        model, _ = checkpoint.load(base, model_cpu, {"dtype": np.float32}, config.context)
         model.config = config
         model.step = 0
     else:
-        model = model_cpu.Model(config, settings.seed, np.float32, training=False)
+        model = model_cpu.Model(config, settings.seed, np.float32)
     state = {"script": script, "tokens": 0, "seconds": 0.0, "base": base}
     save_run(Training(model, tokenizer, settings, state, checkpoint.begun_folder(out), Ranks()))
 
@@ -642,9 +641,7 @@ def save_run(training):
 
 def open_run(script, options, out, ranks):
     """-> the Training of a folder, as the last save left it."""
-    folder = checkpoint.begun_folder(out)           # a run before its first evaluation
-    if not exists(folder):
-        folder = out
+    folder = checkpoint.run_folder(out)
     require(exists(f"{folder}/config.json"), f"there is nothing to resume in {out}.")
     if ranks.rank == 0:
         checkpoint.mend(folder)                     # finish a save that a kill interrupted
