@@ -18,7 +18,8 @@
 // model_gpu.py puts this file behind kernels.cu and compiles both as one text, for one model. From section 1 of
 // kernels.cu come
 //     real, Reals, Floats, Index      the type of activations; arrays that are only read; a place in an array
-//     KERNEL, FOR, FOR_STRIDED        extern "C" __global__ void; the two loops
+//     KERNEL                          extern "C" __global__ void
+//     FOR, FOR_STRIDED, EACH          the three loops
 //     LANE, WARP                      the number of this thread in its warp, of this warp in its block
 //     MASKED, pack_bf16               minus infinity; two floats as bf16
 //     lanes_sum, lanes_max            a sum over some lanes; their largest number
@@ -88,10 +89,6 @@
 
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;  // of a block
-
-// EACH(n, 8) is Python's `for n in range(8)`. The compiler writes such a loop out in full (unrolls it). An array
-// can stay in registers only if the compiler knows all indices into it.
-#define EACH(n, count) _Pragma("unroll") for (int n = 0; n < count; n++)
 
 __device__ void copy_16_bytes(void* to, const void* from) { *(uint4*)to = *(const uint4*)from; }
 

@@ -82,10 +82,12 @@
 // -----------------------------------------------------------------------------------------------------------
 // 1. Loops, eight numbers at a time, sums over a block
 // -----------------------------------------------------------------------------------------------------------
-// Python's `for i in range(count)` and `for i in range(first, end, stride)`. FOR leaves it to the compiler
-// whether a loop is written out in full (unrolled). EACH in flash_attn.cu demands it.
-#define FOR(i, count) for (int i = 0; i < count; i++)
+// Python's `for i in range(first, end, stride)` and `for i in range(count)`. FOR leaves it to the compiler whether a
+// loop is written out in full (unrolled). EACH is a FOR that demands it, because an array can stay in registers only
+// if the compiler knows all indices into it.
 #define FOR_STRIDED(i, first, end, stride) for (int i = first; i < end; i += stride)
+#define FOR(i, count) FOR_STRIDED(i, 0, count, 1)
+#define EACH(i, count) _Pragma("unroll") FOR(i, count)
 
 // extern "C": the compiled kernel has the name that stands here, and model_gpu.py finds it by that name. (C++
 // would add the types of the arguments to it.)
@@ -791,15 +793,13 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
                 b[c] = load_packed(w_b + i + c * step);
             }
         await_last();
-#pragma unroll
-        FOR(c, AHEAD) {
+        EACH(c, AHEAD) {
             int column = i + c * step;
             if (column >= of.I) break;
             Eight a8 = unpack8(a[c]);
             Eight b8 = unpack8(b[c]);
             Eight g = of.gain ? load8(of.gain + column) : Eight{};
-#pragma unroll
-            FOR(r, N) {
+            EACH(r, N) {
                 Eight v = load8(of.x + Index(min(first + r, of.n - 1)) * of.I + column);
                 if (of.gain) {
                     squares[r] += dot8(v, v);
