@@ -128,7 +128,6 @@ __device__ unsigned pack_bf16(float low, float high) {
 
 #if BF16
 typedef unsigned short real;  // bf16, the upper half of a float; to_float and load8 read it, store and store8 write it
-typedef const real* Reals;
 typedef uint4 Packed;         // eight numbers as they lie in memory
 
 // A bf16 number as a float; of a word of two, the lower one.
@@ -139,7 +138,7 @@ __device__ Eight unpack8(Packed w) {
              to_float(w.z), to_float(w.z >> 16), to_float(w.w), to_float(w.w >> 16)}};
 }
 
-__device__ Eight load8(Reals from) { return unpack8(*(Packed*)from); }
+__device__ Eight load8(const real* from) { return unpack8(*(Packed*)from); }
 
 __device__ void store(real* to, float x) { *to = pack_bf16(x, 0.0f); }
 
@@ -151,7 +150,6 @@ __device__ Eight store8(real* to, Eight v) {
 }
 #else
 typedef float real;
-typedef const real* Reals;
 typedef Eight Packed;
 
 __device__ Eight unpack8(Packed v) { return v; }
@@ -160,6 +158,8 @@ __device__ float to_float(real x) { return x; }
 
 __device__ void store(real* to, float x) { *to = x; }
 #endif
+
+typedef const real* Reals;
 
 __device__ Packed load_packed(Reals from) { return *(Packed*)from; }
 
@@ -464,12 +464,12 @@ KERNEL cross_entropy(float* nll, real* logits,
     int target = targets[b * (T + K - 1) + t + k];
     real* z = logits + BLOCK * V;
     if (target < 0) {
-        FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) store8(z + v, {});
+        FOR_STRIDED(v, 8 * threadIdx.x, V, 1024) store8(z + v, {});  // 128 threads with eight numbers each
         nll[blockIdx.x] = 0.0f;
         return;
     }
     float m = MASKED, total = 0.0f;
-    FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
+    FOR_STRIDED(v, 8 * threadIdx.x, V, 1024) {
         Eight e = load8(z + v);
         float larger = m;
         FOR(i, 8) larger = fmaxf(larger, e.x[i]);
@@ -482,7 +482,7 @@ KERNEL cross_entropy(float* nll, real* logits,
     float w = scales[k] * weights[b];
     if (threadIdx.x == 0) nll[blockIdx.x] = log_total - to_float(z[target]);
     __syncthreads();  // the target's logit is read before its owner overwrites it
-    FOR_STRIDED(v, 8 * threadIdx.x, V, 8 * 128) {
+    FOR_STRIDED(v, 8 * threadIdx.x, V, 1024) {
         Eight e = load8(z + v);
         FOR(i, 8) e.x[i] = w * (exponential(e.x[i] - log_total) - float(v + i == target));
         store8(z + v, e);
@@ -765,26 +765,27 @@ struct Product {
     float eps;
     Reals w;
     int n, I;
+    int warps = 1;  // that share the columns of x and w
 };
 
 // For each row of x in this block's group (GROUP_ROWS of them): its products a with row w_a of w, and b with row w_b.
 // One lane of the warp hands them to take(row, a, b). two_products, below, is what the kernels call.
 //
 // Reading w takes the time. So a warp reads the two rows of w once, eight numbers a lane at a time, for all rows of the
-// group. `warps` of them share the columns: then what each hands to take is only its part of the sums. (A gain needs
-// warps = 1, because the squares of the norm are not added over warps.) The factor rstd of the norm is common to all
+// group. of.warps warps share the columns: then what each hands to take is only its part of the sums. (A gain needs
+// one warp, because the squares of the norm are not added over warps.) The factor rstd of the norm is common to all
 // terms of a row's sum. So it comes at the end, and nothing waits for it.
 //
 // N is a number that the compiler knows, so that the sums can be registers: at least the rows that are left in the
 // group. If they are fewer, the last one is computed again, and that result is dropped: so no branch is needed. For
 // every N the terms of a row's sum are added in the same order, so a row gets the same bits.
 template <int N, class Take>
-__device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Take take) {
+__device__ void products_of_rows(Product of, Reals w_a, Reals w_b, Take take) {
     constexpr int AHEAD = N == 1 ? 3 : 2;  // loads of each row of w that are under way at once
     float sum_a[N] = {}, sum_b[N] = {}, squares[N] = {};
     int first = GROUP_ROWS * blockIdx.y;
-    int step = 256 * warps;
-    int i = 8 * (threadIdx.x % (32 * warps));
+    int step = 256 * of.warps;
+    int i = 8 * (threadIdx.x % (32 * of.warps));
     do {  // not while: every lane must come to await_last, because what follows may read what the kernel ahead wrote
         Packed a[AHEAD], b[AHEAD];
         FOR(c, AHEAD)
@@ -821,14 +822,14 @@ __device__ void products_of_rows(Product of, Reals w_a, Reals w_b, int warps, Ta
 
 // products_of_rows with the smallest N that does. row_a, row_b: the numbers of the two rows of w.
 template <class Take>
-__device__ void two_products(Product of, int row_a, int row_b, int warps, Take take) {
+__device__ void two_products(Product of, int row_a, int row_b, Take take) {
     Reals w_a = of.w + Index(row_a) * of.I;
     Reals w_b = of.w + Index(row_b) * of.I;
     int left = of.n - GROUP_ROWS * blockIdx.y;  // rows from the group's first one on
     start_next();
-    if (left == 1) products_of_rows<1>(of, w_a, w_b, warps, take);
-    else if (left == 2) products_of_rows<2>(of, w_a, w_b, warps, take);
-    else products_of_rows<GROUP_ROWS>(of, w_a, w_b, warps, take);
+    if (left == 1) products_of_rows<1>(of, w_a, w_b, take);
+    else if (left == 2) products_of_rows<2>(of, w_a, w_b, take);
+    else products_of_rows<GROUP_ROWS>(of, w_a, w_b, take);
 }
 
 // The number of the pair of outputs that this warp owns; a block has four warps.
@@ -848,7 +849,7 @@ decode_qkv(real* qkv, real* cache, Reals x, Floats gain, Reals w,
     int head = own_pair() / (D / 2);
     int i = own_pair() % (D / 2);
     int row = head * D + i;
-    two_products({x, gain, eps, w, n, C}, row, row + D / 2, 1, [&](int r, float a, float b) {
+    two_products({x, gain, eps, w, n, C}, row, row + D / 2, [&](int r, float a, float b) {
         Index t = lengths[r];
         Floats angle = angles + t * D + i;
         bool turned = head < H + G;
@@ -871,7 +872,7 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
     __shared__ float parts[2 * GROUP_ROWS][4];  // row 2r + c: column o + c of row r of the group
     int o = 2 * blockIdx.x;
     int row = GROUP_ROWS * blockIdx.y + threadIdx.x / 2;
-    two_products({y, nullptr, 0.0f, w, n, I}, o, o + 1, 4, [&](int r, float a, float b) {
+    two_products({y, nullptr, 0.0f, w, n, I, 4}, o, o + 1, [&](int r, float a, float b) {
         parts[2 * (r % GROUP_ROWS)][WARP] = a;
         parts[2 * (r % GROUP_ROWS) + 1][WARP] = b;
     });
@@ -891,7 +892,7 @@ decode_residual(real* x, Reals y, Reals w, int n, int I, int O) {
 KERNEL __launch_bounds__(128)
 decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float eps) {
     int o = own_pair();
-    two_products({x, gain, eps, w, n, C}, o, o + F, 1, [&](int r, float a, float b) {
+    two_products({x, gain, eps, w, n, C}, o, o + F, [&](int r, float a, float b) {
         store(h + Index(r) * F + o, a * sigmoid(a) * b);
     });
 }
@@ -902,7 +903,7 @@ decode_swiglu(real* h, Reals x, Floats gain, Reals w, int n, int C, int F, float
 KERNEL __launch_bounds__(128)
 decode_logits(float* out, Reals x, Floats gain, Reals w, int n, int C, int O, float eps) {
     int o = 2 * own_pair();
-    two_products({x, gain, eps, w, n, C}, o, o + 1, 1, [&](int r, float a, float b) {
+    two_products({x, gain, eps, w, n, C}, o, o + 1, [&](int r, float a, float b) {
         out[Index(r) * O + o] = a;
         out[Index(r) * O + o + 1] = b;
     });
