@@ -90,14 +90,14 @@
 constexpr int D = HEAD_DIM;
 constexpr int THREADS = 128;  // of a block
 
-__device__ void copy_16_bytes(void* to, const void* from) { *(uint4*)to = *(const uint4*)from; }
+__device__ void copy_16_bytes(void* to, const void* from) { *(uint4*)to = *(uint4*)from; }
 
 // One head of one sequence: T rows of D numbers, `stride` apart. Only heads of out and dqkv are written.
 struct Matrix {
     real* rows;
     int T, stride;
 
-    __device__ real* row(int t) const { return rows + 1LL * t * stride; }
+    __device__ real* row(int t) { return rows + 1LL * t * stride; }
 };
 
 // Head n of sequence b in an array (B,T,heads*D).
@@ -139,8 +139,8 @@ __device__ Index numbers_at(Place at) { return (1LL * at.b * at.H + at.h) * at.T
 // Covers rope_backward, of two pairs side by side: x1 are two columns of a row of a gradient, x2 those D/2
 // further right. angle: where their cosines are; their sines are D/2 further right.
 __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
-    float2 cos = *(const float2*)angle;
-    float2 sin = *(const float2*)(angle + D / 2);
+    float2 cos = *(float2*)angle;
+    float2 sin = *(float2*)(angle + D / 2);
     float2 d1 = x1;
     x1 = {d1.x * cos.x + x2.x * sin.x, d1.y * cos.y + x2.y * sin.y};
     x2 = {x2.x * cos.x - d1.x * sin.x, x2.y * cos.y - d1.y * sin.y};
@@ -220,11 +220,11 @@ flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
 //                       48-51     48-51     ...    48-51       52-55     ...    52-55       56-59    60-63
 //
 // So a row lies in lanes 8 apart: rows 0 and 1 in lanes 0, 8, 16 and 24.
-constexpr int GROUP_LANES = D / 16;
-constexpr int GROUPS = 32 / GROUP_LANES;             // of a warp
-constexpr int WARP_ROWS = 2 * GROUPS;
-constexpr int ROWS = THREADS / 32 * WARP_ROWS;       // of a block: Br, in dK/dV Bc
-constexpr int TILE = 32;                             // rows of a tile: one for each lane of a warp
+constexpr int GROUP_LANES = D / 16,
+              GROUPS = 32 / GROUP_LANES,             // of a warp
+              WARP_ROWS = 2 * GROUPS,
+              ROWS = THREADS / 32 * WARP_ROWS,       // of a block: Br, in dK/dV Bc
+              TILE = 32;                             // rows of a tile: one for each lane of a warp
 
 struct alignas(16) Tile {
     float rows[TILE][D];
@@ -442,7 +442,6 @@ __device__ unsigned shared_address(const void* p) { return __cvta_generic_to_sha
 // asm wants each register by itself. FOUR: x[i] and the three that follow. kind: "r" integer, "f" float; = written,
 // + also read.
 #define FOUR(kind, x, i) kind(x[i]), kind(x[i + 1]), kind(x[i + 2]), kind(x[i + 3])
-#define EIGHT(kind, x, i) FOUR(kind, x, i), FOUR(kind, x, i + 4)
 
 // Loads four 8 x 8 matrices of 16-bit elements from shared memory. Lane 8m + n gives the address of row n (16
 // bytes) of matrix m; lane l receives in r[m] elements 2 (l % 4) and the next of row l / 4 of matrix m. It
@@ -517,7 +516,8 @@ __device__ Descriptor wgmma_tile(const char* rows) {
 //     imm-scale-a, imm-scale-b       the signs of A and of B: 1 leaves them as they are
 //     imm-trans-a, imm-trans-b       which of them lie transposed in shared memory: in wgmma_abt neither (0, 0), in
 //                                    wgmma_ab B does (1); A is in registers there and has no such number
-#define ALL_OF_C EIGHT("+f", c, 0), EIGHT("+f", c, 8), EIGHT("+f", c, 16), EIGHT("+f", c, 24)
+#define EIGHT_OF_C(i) FOUR("+f", c, i), FOUR("+f", c, i + 4)
+#define ALL_OF_C EIGHT_OF_C(0), EIGHT_OF_C(8), EIGHT_OF_C(16), EIGHT_OF_C(24)
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "                          \
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
               "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
@@ -559,9 +559,12 @@ __device__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;
 
 typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for a warp's 16 rows of a part; P, dP, dS as well
 typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
+typedef const char* Tile;      // where rows begin in shared memory that are only read; char* are written
 
-// What a lane has: of each part two rows, 64 part + 8 half + LANE / 4; and of Scores S the numbers S[n][e].
+// What a lane has: of each part two rows, number OWN_ROW counted from the warp's first; and of Scores S the numbers
+// S[n][e].
 #define EACH_ROW EACH(part, PARTS) EACH(half, 2)
+#define OWN_ROW (64 * part + 8 * half + LANE / 4)
 #define EACH_SCORE EACH(n, 8) EACH(e, 4)
 
 // exp(x) = exp2(LOG2_E x), and exp2f is one instruction, because CuPy compiles with -ftz=true.
@@ -573,13 +576,12 @@ constexpr float LOG2_E = 1.4426950408889634f;
 __device__ int warp_number() { return __shfl_sync(0xFFFFFFFF, WARP, 0); }
 
 // Masks the scores whose key lies in their query's future. S has queries from `query` on as rows, keys from
-// `key` on as columns; or, TRANSPOSED, the other way round.
-template <bool TRANSPOSED>
-__device__ void mask_future(Scores& S, int query, int key) {
+// `key` on as columns; or, transposed, the other way round.
+__device__ void mask_future(Scores& S, int query, int key, bool transposed) {
     EACH_SCORE {
         int row = LANE / 4 + e / 2 * 8;
         int column = 8 * n + LANE % 4 * 2 + e % 2;
-        if (TRANSPOSED ? key + row > query + column : key + column > query + row) S[n][e] = MASKED;
+        if (transposed ? key + row > query + column : key + column > query + row) S[n][e] = MASKED;
     }
 }
 
@@ -595,32 +597,31 @@ constexpr bool USE_WGMMA = HOPPER && BF16 && D == 64;  // the products are Hoppe
 //     blocks are exactly 100 KB.) The same rule is taken there for D = 32.
 
 // --- Tiles in shared memory ----------------------------------------------------------------------------
-constexpr int CHUNK = 16 / sizeof(real);  // numbers of a chunk
-constexpr int CHUNKS = D / CHUNK;         // of a row
-constexpr int STEPS = CHUNKS / 2;         // tensor-core instructions along a row
-constexpr int ROWS = 64 * PARTS;          // of the block's own tile: Br, in dK/dV Bc
-constexpr int ROW_BYTES = 16 * CHUNKS;
-constexpr int TILE_BYTES = 64 * ROW_BYTES;  // of a tile of 64 rows
+constexpr int CHUNK = 16 / sizeof(real),    // numbers of a chunk
+              CHUNKS = D / CHUNK,           // of a row
+              STEPS = CHUNKS / 2,           // tensor-core instructions along a row
+              ROWS = 64 * PARTS,            // of the block's own tile: Br, in dK/dV Bc
+              ROW_BYTES = 16 * CHUNKS,
+              TILE_BYTES = 64 * ROW_BYTES;  // of a tile of 64 rows
 
 // Where a chunk lies, in bytes from the start of the tile. It is swizzled: the number of the chunk is XORed
 // with that of its row. ldmatrix reads one chunk of eight successive rows at a time; swizzled, these lie in
 // eight different sets of banks. The pattern repeats every eight rows: offset(row + 8, c) is offset(row, c) + 8
-// ROW_BYTES. For c = 0 and 1, offset(row, c + 2s) is offset(row, c) ^ 32s (load_a, load_bt and load_b use that).
+// ROW_BYTES. For c = 0 and 1, offset(row, c + 2s) is offset(row, c) ^ 32s (gemm_abt and load_b use that).
 __device__ int offset(int row, int chunk) {
     int twist = CHUNKS >= 8 ? row & 7 : row >> 1 & 3;  // a row of four chunks fills half of the banks
     return row * ROW_BYTES + 16 * (chunk ^ twist);
 }
 
-// Starts copying rows first .. first + COUNT - 1 of a head; zeros past the end.
-template <int COUNT>
-__device__ void start_load(char* tile, Matrix from, int first) {
+// Starts copying rows first .. first + count - 1 of a head; zeros past the end.
+__device__ void start_load(char* tile, Matrix from, int first, int count) {
     constexpr int PASS = THREADS / CHUNKS;  // rows per pass: a multiple of 8, so every pass sees the same swizzle
     int row = threadIdx.x / CHUNKS;
     int chunk = threadIdx.x % CHUNKS;
     int left = from.T - first - row;
     Reals at = from.row(first + row) + chunk * CHUNK;
     tile += offset(row, chunk);
-    EACH(n, COUNT / PASS) {
+    EACH(n, count / PASS) {
         cp_async<16>(tile + n * PASS * ROW_BYTES, at, n * PASS < left);
         at += PASS * from.stride;
     }
@@ -629,8 +630,8 @@ __device__ void start_load(char* tile, Matrix from, int first) {
 // Starts copying 64 rows of two heads into stage n % 2 of two.
 __device__ void start_stage(char* stages, int n, Matrix x, Matrix y, int first) {
     char* stage = stages + n % 2 * 2 * TILE_BYTES;
-    start_load<64>(stage, x, first);
-    start_load<64>(stage + TILE_BYTES, y, first);
+    start_load(stage, x, first, 64);
+    start_load(stage + TILE_BYTES, y, first, 64);
 }
 
 // Waits until what was loaded has arrived for all threads, and all are done with the stage that they used last: the
@@ -647,20 +648,17 @@ __device__ void wait_for_stage() {
 __device__ void store(Matrix to, Rows (&O)[PARTS], float factor,
                       char* tile, int row, int first, Floats angles = nullptr) {
     if (angles) EACH_ROW EACH(n, D / 16) {
-        int t = min(first + 64 * part + 8 * half + LANE / 4, to.T - 1);
-        float2& x1 = (float2&)O[part][n][2 * half];
-        float2& x2 = (float2&)O[part][n + D / 16][2 * half];
-        turn_back(x1, x2, angles + t * D + 8 * n + LANE % 4 * 2);
+        int t = min(first + OWN_ROW, to.T - 1);
+        turn_back((float2&)O[part][n][2 * half], (float2&)O[part][n + D / 16][2 * half],
+                  angles + t * D + 8 * n + LANE % 4 * 2);
     }
     tile += row * ROW_BYTES;
     EACH_ROW EACH(n, D / 8) {
-        float x = factor * O[part][n][2 * half];
-        float y = factor * O[part][n][2 * half + 1];
+        float2 pair = (float2&)O[part][n][2 * half];  // of columns
         int column = 8 * n + LANE % 4 * 2;
-        char* at = tile + offset(64 * part + 8 * half + LANE / 4, column / CHUNK);
-        at += column % CHUNK * sizeof(real);
-        if (BF16) *(unsigned*)at = pack_bf16(x, y);
-        else *(float2*)at = {x, y};
+        char* at = tile + offset(OWN_ROW, column / CHUNK) + column % CHUNK * sizeof(real);
+        if (BF16) *(unsigned*)at = pack_bf16(factor * pair.x, factor * pair.y);
+        else *(float2*)at = {factor * pair.x, factor * pair.y};
     }
     __syncwarp();  // the rows are complete
     #pragma unroll
@@ -674,21 +672,11 @@ __device__ void store(Matrix to, Rows (&O)[PARTS], float factor,
 
 // --- Operands ------------------------------------------------------------------------------------------
 
+// ldmatrix_x4, rounded to tf32 if the numbers are floats.
 __device__ void load_matrices(unsigned* words, const char* row) {
     ldmatrix_x4(words, row);
     if (BF16) return;
     EACH(i, 4) words[i] = round_tf32(words[i]);
-}
-
-// The left operand of a product: 2 chunks of this warp's 16 rows of a part.
-__device__ void load_a(unsigned* a, const char* part, int step) {
-    load_matrices(a, part + (offset(16 * warp_number() + LANE % 16, LANE / 16) ^ 32 * step));
-}
-
-// Two right operands of A B^T: b[0], b[1] are 2 chunks of rows `row` .. row + 7, b[2], b[3] of the eight
-// after them.
-__device__ void load_bt(unsigned* b, const char* tile, int row, int step) {
-    load_matrices(b, tile + row * ROW_BYTES + (offset(LANE % 8 + LANE / 16 * 8, LANE / 8 % 2) ^ 32 * step));
 }
 
 // Word i of a left operand, which is made of pieces n and n + 1 of P in bf16, and of piece n in tf32. In bf16 each lane
@@ -714,13 +702,13 @@ __device__ unsigned left_operand(const Scores& P, int n, int i) {
 
 // The right operands of A B, from row `row` and column 8d on: in bf16 two operands, of 16 rows and 8 columns each; in
 // tf32 one of 8 rows and 8 columns, by plain loads, since ldmatrix cannot transpose 32-bit elements.
-__device__ void load_b(unsigned* b, const char* tile, int row, int d) {
+__device__ void load_b(unsigned* b, Tile tile, int row, int d) {
     int column = 8 * d + LANE / 4;
     tile += row * ROW_BYTES;
     if (BF16) ldmatrix_x4_transposed(b, tile + (offset(LANE % 16, LANE / 16) ^ 16 * d));
     else EACH(i, 2) {
         int at = offset(2 * (LANE % 4) + i, column / CHUNK) + column % CHUNK * 4;
-        b[i] = round_tf32(*(const unsigned*)(tile + at));
+        b[i] = round_tf32(*(unsigned*)(tile + at));
     }
 }
 
@@ -728,7 +716,7 @@ __device__ void load_b(unsigned* b, const char* tile, int row, int d) {
 
 // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
 // `finish` comes before S is used.
-__device__ void gemm_abt(Scores& S, const char* A, const char* B) {
+__device__ void gemm_abt(Scores& S, Tile A, Tile B) {
     if (USE_WGMMA) {
         wgmma_begin();  // step is `add` as well: the first writes S, the others add to it
         EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
@@ -736,9 +724,13 @@ __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
         EACH_SCORE S[n][e] = 0.0f;
         EACH(step, STEPS) {
             unsigned a[4], b[4];
-            load_a(a, A, step);
+            // the left operand: 2 chunks of this warp's 16 rows of A
+            load_matrices(a, A + (offset(16 * warp_number() + LANE % 16, LANE / 16) ^ 32 * step));
             EACH(n, 4) {
-                load_bt(b, B, 16 * n, step);
+                // two right operands: b[0], b[1] are 2 chunks of rows 16n .. 16n + 7 of B, b[2], b[3] of the
+                // eight after them
+                load_matrices(b, B + 16 * n * ROW_BYTES +
+                                 (offset(LANE % 8 + LANE / 16 * 8, LANE / 8 % 2) ^ 32 * step));
                 EACH(i, 2) mma(S[2 * n + i], a, b + 2 * i);
             }
         }
@@ -746,7 +738,7 @@ __device__ void gemm_abt(Scores& S, const char* A, const char* B) {
 }
 
 // O += P @ B, B being a tile; then `finish` as well.
-__device__ void gemm_ab(Rows& O, const Scores& P, const char* B) {
+__device__ void gemm_ab(Rows& O, const Scores& P, Tile B) {
     constexpr int PIECES = CHUNK / 4;   // of P in a left operand, and of O for a load of B
     constexpr int LEFT = 8 / PIECES;    // left operands
     unsigned a[LEFT][4];
@@ -769,8 +761,7 @@ __device__ void finish(float (*C)[4]) {
 // The product of two words; in bf16 the product of their lower halves + that of their upper halves.
 __device__ float dot(unsigned p, unsigned q) {
     if (!BF16) return __uint_as_float(p) * __uint_as_float(q);
-    return __uint_as_float(p << 16) * __uint_as_float(q << 16) +
-           __uint_as_float(p & 0xFFFF0000u) * __uint_as_float(q & 0xFFFF0000u);
+    return to_float(p) * to_float(q) + to_float(p >> 16) * to_float(q >> 16);
 }
 
 // --- Forward -------------------------------------------------------------------------------------------
@@ -803,21 +794,21 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     int first = i * ROWS + row;                  // the query in that row
     Heads in = heads_of(qkv, at);
 
-    start_load<ROWS>(Q_tile, in.q, i * ROWS);
+    start_load(Q_tile, in.q, i * ROWS, ROWS);
     start_stage(stages, 0, in.k, in.v, 0);
     wait_for_stage();
     Rows O[PARTS] = {};
     float maximum[PARTS][2];
     float sum[PARTS][2] = {};
     EACH_ROW maximum[part][half] = MASKED;
-    over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
-        float (&m)[2] = maximum[part];
-        float (&l)[2] = sum[part];
+    over_keys(stages, in, i, [&](Tile K_tile, int key, int part) {
+        auto& m = maximum[part];
+        auto& l = sum[part];
         float m_new[2];
         Scores S;
         gemm_abt(S, Q_tile + part * TILE_BYTES, K_tile);
         finish(S);
-        if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
+        if (key + 63 > first + 64 * part) mask_future(S, first + 64 * part, key, false);
         // Any m gives the same result as long as exp2 neither overflows nor loses the row. So m stays, and
         // nothing is rescaled, until a P would exceed 2^8. That is rare after the first keys. And 256 is harmless: P
         // and l stay far from the ends of fp32 and bf16.
@@ -846,7 +837,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     EACH_ROW {
         float& l = sum[part][half];
         l = lanes_sum(l, 1, 4);
-        int query = first + 64 * part + 8 * half + LANE / 4;
+        int query = first + OWN_ROW;
         if (LANE % 4 == 0 && query < T)
             lse[numbers_at(at) + query] = maximum[part][half] * SCALE + logf(l);
         EACH(n, D / 8) EACH(e, 2) O[part][n][2 * half + e] *= 1.0f / l;
@@ -860,7 +851,6 @@ KERNEL __launch_bounds__(THREADS, USE_WGMMA ? 3 : 2)  // with wgmma few enough r
 flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
                   Reals qkv, float* delta, Floats angles, int T, int H, int G) {
     Place at = own_place(T, H, G);
-    constexpr int CHUNKS_OF_A_LANE = CHUNKS / 4;
     extern __shared__ __align__(1024) char Q_tile[];
     char* dO_tile = Q_tile + PARTS * TILE_BYTES;
     char* stages = dO_tile + PARTS * TILE_BYTES;  // two of K and V
@@ -869,24 +859,24 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     int first = i * ROWS + row;
     Heads in = heads_of(qkv, at);
 
-    start_load<ROWS>(Q_tile, in.q, i * ROWS);
-    start_load<ROWS>(dO_tile, head_of(dout, at), i * ROWS);
+    start_load(Q_tile, in.q, i * ROWS, ROWS);
+    start_load(dO_tile, head_of(dout, at), i * ROWS, ROWS);
     start_stage(stages, 0, in.k, in.v, 0);
     float lse2[PARTS][2], Delta[PARTS][2];
     // This lane's chunks of O, asked for before the wait, so that all copies are under way at once.
-    uint4 O[PARTS][2][CHUNKS_OF_A_LANE];
+    uint4 O[PARTS][2][CHUNKS / 4];
     EACH_ROW {
-        int query = min(first + 64 * part + 8 * half + LANE / 4, T - 1);
+        int query = min(first + OWN_ROW, T - 1);
         lse2[part][half] = lse[numbers_at(at) + query] * LOG2_E;
-        Reals from = head_of(out, at).rows + (long long)query * H * D + LANE % 4 * CHUNK;
-        EACH(n, CHUNKS_OF_A_LANE) O[part][half][n] = *(const uint4*)(from + 4 * n * CHUNK);
+        Reals from = head_of(out, at).rows + 1LL * query * H * D + LANE % 4 * CHUNK;
+        EACH(n, CHUNKS / 4) copy_16_bytes(&O[part][half][n], from + 4 * n * CHUNK);
     }
     wait_for_stage();
     EACH_ROW {  // delta_i = dO_i . O_i, by the four lanes that share the row
-        int r = 64 * part + 8 * half + LANE / 4;
+        int r = OWN_ROW;
         float sum = 0.0f;
-        EACH(n, CHUNKS_OF_A_LANE) EACH(e, 4) {
-            auto chunk = (const unsigned*)(dO_tile + offset(row + r, 4 * n + LANE % 4));
+        EACH(n, CHUNKS / 4) EACH(e, 4) {
+            auto chunk = (unsigned*)(dO_tile + offset(row + r, 4 * n + LANE % 4));
             sum += dot(chunk[e], (&O[part][half][n].x)[e]);
         }
         sum = lanes_sum(sum, 1, 4);
@@ -895,13 +885,13 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     }
 
     Rows dQ[PARTS] = {};
-    over_keys(stages, in, i, [&](const char* K_tile, int key, int part) {
+    over_keys(stages, in, i, [&](Tile K_tile, int key, int part) {
         Scores S, dP;
         gemm_abt(S, Q_tile + part * TILE_BYTES, K_tile);
         gemm_abt(dP, dO_tile + part * TILE_BYTES, K_tile + TILE_BYTES);
         finish(S);
         finish(dP);
-        if (key + 63 > first + 64 * part) mask_future<false>(S, first + 64 * part, key);
+        if (key + 63 > first + 64 * part) mask_future(S, first + 64 * part, key, false);
         EACH_SCORE {
             float p = exp2f(S[n][e] * SCALE2 - lse2[part][e / 2]);
             S[n][e] = p * (dP[n][e] - Delta[part][e / 2]);  // dS
@@ -951,8 +941,8 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
         cp_async<4>(numbers + n % 2 * THREADS + threadIdx.x, from + t, t < T);
     };
     Heads in = heads_of(qkv, at);
-    start_load<ROWS>(K_tile, in.k, j * ROWS);
-    start_load<ROWS>(V_tile, in.v, j * ROWS);
+    start_load(K_tile, in.k, j * ROWS, ROWS);
+    start_load(V_tile, in.v, j * ROWS, ROWS);
     start_queries(0, next);
     wait_for_stage();
 
@@ -960,7 +950,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     // Queries past T come as zeros, lse and delta too. Their P is 1, but dO and dP - delta are 0: so they add nothing
     // to dK or dV.
     for (int n = 0; at.h < end; n++) {
-        const char* Q_tile = stages + n % 2 * 2 * TILE_BYTES;  // the tile of dO lies behind it
+        Tile Q_tile = stages + n % 2 * 2 * TILE_BYTES;  // the tile of dO lies behind it
         Floats lse_tile = numbers + n % 2 * THREADS;
         int query = next;  // the first one of the stage that is used now
         next += 64;
@@ -977,11 +967,11 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
             finish(St);
             finish(dPt);
             int key = first + 64 * part;
-            if (query < key + 15) mask_future<true>(St, query, key);
+            if (query < key + 15) mask_future(St, query, key, true);
             EACH(i, 8) {
                 Floats from = lse_tile + 8 * i + LANE % 4 * 2;  // this lane's columns: two queries
-                float2 L = *(const float2*)from;
-                float2 Delta = *(const float2*)(from + 64);
+                float2 L = *(float2*)from;
+                float2 Delta = *(float2*)(from + 64);
                 EACH(e, 4) {  // P^T and dS^T
                     St[i][e] = exp2f(St[i][e] * SCALE2 - (e % 2 ? L.y : L.x) * LOG2_E);
                     dPt[i][e] = St[i][e] * (dPt[i][e] - (e % 2 ? Delta.y : Delta.x));
