@@ -244,7 +244,7 @@ BUGS = {
         "The backward forgets that the extra heads count for less than head 0."),
     # Now the bugs that change the forward.  Where the backward fits the changed forward, the slopes agree, and only the
     # plain forwards can show the bug.
-    "rope_on_v": ("rotated_part: + config.kv_heads -> + 2 * config.kv_heads",
+    "rope_on_v": ("rotated_part: :-config.kv_heads -> :",
         "RoPE turns v as well as q and k."),
     "rope_layout": (
         # sort the neighbours into two halves, let the rest of the function turn these, and sort them back

@@ -87,8 +87,12 @@ class Config:
         return self.dim // self.heads
 
     @property
+    def kv_width(self):         # the keys, or the values, of all heads side by side: GD
+        return self.kv_heads * self.head_dim
+
+    @property
     def qkv_width(self):        # q, k and v side by side: (H+2G)D
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.dim + 2 * self.kv_width
 
     @property
     def head_weights(self):     # (K,) of each head in the loss: head 0, plus mtp_weight x mean of the others
@@ -114,7 +118,7 @@ def param_table(config):
         gains += [(f"layers.{i}.norm1", (C,)), (f"layers.{i}.norm2", (C,))]
     if not config.tied:
         table.append(("heads", (config.predict * config.vocab, C)))     # rows: V of head 0, V of head 1, ...
-    return [*table, *gains, ("norm", (C,))]
+    return table + gains + [("norm", (C,))]
 
 
 def forward_plain(w, config, tokens):
@@ -387,14 +391,14 @@ def by_group(x, config):
 
 def split_heads(qkv, config):
     """Views q (B,G,R,T,D), k and v (B,G,1,T,D) into qkv (B,T,(H+2G)D)."""
-    kv = config.kv_heads * config.head_dim          # the last kv columns are v, those before it k
-    return [by_group(part, config) for part in np.split(qkv, [config.dim, -kv], axis=-1)]
+    parts = np.split(qkv, [config.dim, -config.kv_width], axis=-1)                  # the last GD columns are v
+    return [by_group(part, config) for part in parts]
 
 
 def rotated_part(qkv, config):
     """View (B,T,H+G,D) of the heads in qkv (B,T,(H+2G)D) that RoPE rotates: q and k, not v."""
     heads = qkv.reshape(*qkv.shape[:2], -1, config.head_dim)                        # (B,T,H+2G,D)
-    return heads[:, :, :config.heads + config.kv_heads]
+    return heads[:, :, :-config.kv_heads]
 
 
 def causal_mask(T, J, dtype):
@@ -731,7 +735,7 @@ def matrix_table(config):
     orthogonalised by itself."""
     C = config.dim
     F = config.hidden
-    kv = config.kv_heads * config.head_dim
+    kv = config.kv_width
     shapes = [(C, C),                               # q
               (kv, C),                              # k
               (kv, C),                              # v
@@ -840,7 +844,7 @@ class Model:
         x = shared.x
         attentions = attentions or [attention_forward] * self.config.layers
         rope = self.rope[:, first:first + tokens.shape[1]]
-        embedding_forward(x, tokens.reshape(-1), self.params["embed"])
+        embedding_forward(x, tokens.ravel(), self.params["embed"])
         for w, saved, attention in zip(self.layers, layers, attentions):
             block_forward(x, w, saved, shared, self.config, rope, attention)
         rmsnorm_forward(shared.final, shared.rstd, x, self.params["norm"], self.config.norm_eps)
@@ -916,22 +920,20 @@ class Model:
         """One thread's part of backward."""
         tokens, targets, weights = workspace.share      # weights (N,K)
         layers, shared = workspace.arrays
-        params = self.params
         grads = workspace.grads
         dx = shared.dx
-        dn = shared.dn
         rope = self.rope[:, :tokens.shape[1]]
         dlogits = shared.logits                                                         # (N,K,V)
         cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor, weights)
         # logits = final @ heads.T
         dlogits = dlogits.reshape(len(dlogits), -1)                                     # (N,K*V)
-        linear_backward(dn, grads["heads"], dlogits, shared.final, params["heads"])
+        linear_backward(shared.dn, grads["heads"], dlogits, shared.final, self.params["heads"])
         # final = rmsnorm(x)
-        rmsnorm_backward(dx, grads["norm"], dn, shared.x, shared.rstd, params["norm"])
+        rmsnorm_backward(dx, grads["norm"], shared.dn, shared.x, shared.rstd, self.params["norm"])
         for i in reversed(range(self.config.layers)):
             block_backward(dx, self.layers[i], layer_views(grads, i), layers[i], shared, self.config, rope)
         # x = embed[tokens]
-        embedding_backward(grads["embed"], dx, tokens.reshape(-1))
+        embedding_backward(grads["embed"], dx, tokens.ravel())
 
     def update(self, lr, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, clip=1.0, momentum=0.95):
         """One step of the optimizer.  First it clips: the gradient of all parameters that Muon does not take is scaled
@@ -1199,7 +1201,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             if len(rows) == 1:
                 raise
             half = len(rows) // 2
-            waiting.extend([rows[half:], rows[:half]])
+            waiting += [rows[half:], rows[:half]]
             continue
         going = range(len(rows))                    # the texts whose answers have not ended; all are drawn
         starts = None
@@ -1301,7 +1303,7 @@ def layer_logits(model, inputs):
     model.logits(inputs)
     layers, shared = model.workspaces[0].arrays        # what this forward has left
     final = shared.final
-    for x in [*(saved.x_in for saved in layers), shared.x]:
+    for x in [saved.x_in for saved in layers] + [shared.x]:
         rmsnorm_forward(final, shared.rstd, x, model.params["norm"], model.config.norm_eps)
         yield x, model._head_logits(final, 1)[:, 0]
 
@@ -1313,10 +1315,9 @@ def euler_table(model, tokens):
     Yields L+1 rows (loss, length, ids), for the embedding and after each layer: the loss of head 0 if the
     forward stopped there; the mean over positions of |f(x)|/|x| of that layer, both substeps together (0 for the
     embedding); the three ids that it finds likeliest in the place of the last target."""
-    inputs = tokens[:, :-1]
     targets = tokens[:, 1:].ravel()                 # (N,)
     before = None
-    for x, logits in layer_logits(model, inputs):
+    for x, logits in layer_logits(model, tokens[:, :-1]):
         if before is None:
             before = x
         best = np.argsort(-logits[-1], kind="stable")[:3].tolist()
@@ -1371,7 +1372,6 @@ class Workspace:
 
     def __init__(self, config, dtype):
         self.config = config
-        self.dtype = dtype
         self.flat_grads = np.zeros(param_count(config), dtype)
         self.grads = param_views(self.flat_grads, config)
         self.memory = np.empty(0, dtype)
@@ -1384,7 +1384,7 @@ class Workspace:
             table = work_table(self.config, B, T)
             size = table_size(table)
             if size > len(self.memory):
-                self.memory = np.empty(size, self.dtype)
+                self.memory = np.empty(size, self.memory.dtype)
             views = table_views(self.memory, table)
             self.arrays = [layer_views(views, i) for i in range(self.config.layers)], Arrays(**views)
             self.shape = B, T
