@@ -69,7 +69,7 @@ def checksum(path):
 def write_safetensors(path, tensors, metadata):
     """Replace the file at `path` by one with these arrays, {name: contiguous array}, and the metadata, a dict of
     strings -> its checksum.  The function returns when all bytes are on the disk."""
-    header = {"__metadata__": {**metadata, "crc32": "00000000"}}
+    header = {"__metadata__": metadata | {"crc32": "00000000"}}
     end = 0
     for name, array in tensors.items():
         start = end
@@ -129,7 +129,7 @@ def safetensors_metadata(path):
 def fill(model, path, tensors, views):
     """Copy the tensors of a file, {name: array}, into {name: view of the model's buffers}.  ValueError if the names or
     the shapes are not the same, or a number is not finite."""
-    for name in {**views, **tensors}:
+    for name in views | tensors:
         shape = tensors[name].shape if name in tensors else "missing"
         expected = views[name].shape if name in views else "none of that name"
         require(shape == expected, f"{path}: the tensor {name} is {shape}, config.json asks for {expected}.")
@@ -147,8 +147,8 @@ def fill(model, path, tensors, views):
 def llama_names(config):
     """Yields (Hugging Face's name, our name, rows): which rows of our matrix each tensor of a Llama is."""
     # our qkv has the rows of queries, then those of keys, then those of values
-    q = config.heads * config.head_dim
-    k = q + config.kv_heads * config.head_dim
+    q = config.dim
+    k = q + config.kv_width
     all_rows = slice(None)
     layer = [("self_attn.q_proj", "qkv", slice(q)),
              ("self_attn.k_proj", "qkv", slice(q, k)),
@@ -273,7 +273,7 @@ def save(folder, model, tokenizer, state, chat=False):
     new = f"{folder}/{WEIGHTS}.saved"
     try:
         crc = write_safetensors(new, weights, metadata)
-        write_safetensors(f"{folder}/{STATE}", moments, {**metadata, "weights": crc, "state": json.dumps(state)})
+        write_safetensors(f"{folder}/{STATE}", moments, metadata | {"weights": crc, "state": json.dumps(state)})
     except OSError:
         if exists(new):
             os.remove(new)                              # a full disk needs the space
@@ -467,8 +467,8 @@ def check_settings(folder, settings, tokenizer):
     settings: what stands in tokenizer_config.json."""
     with refusing(f"{folder}: the tokenizer's settings cannot be used"):
         content = read_json(f"{folder}/tokenizer.json")
-        others = {key: value for key, value in {**content, **content["model"]}.items()
-                  if value and key not in KNOWN_KEYS}
+        keys = content | content["model"]
+        others = {key: value for key, value in keys.items() if value and key not in KNOWN_KEYS}
         if len(tokenizer.encoder.byte_ids) == 256:
             others.pop("unk_token", None)           # no byte is unknown, so it is never used
         require(not others, f"tokenizer.json: {others!r:.200} is not known here")
@@ -492,8 +492,8 @@ def check_settings(folder, settings, tokenizer):
             entry = token if isinstance(token, dict) else {"content": token}
             # transformers must find the token as it is written, without the spaces beside it: each flag that the entry
             # gives must be that of SPECIAL.  No text is normalized, so the flag "normalized" may have any value.
-            flags = {**SPECIAL, **entry, "normalized": False}
-            require(entry["content"] in names and flags == {**entry, **SPECIAL},
+            flags = SPECIAL | entry | {"normalized": False}
+            require(entry["content"] in names and flags == entry | SPECIAL,
                     f"tokenizer.json has no special token {token!r:.200}")
 
 

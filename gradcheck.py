@@ -58,13 +58,13 @@ What --gpu leaves out is in tests/test_on_gpu.py.
 
 This file imports model_cpu, model_gpu and script.  Only --exercise loads a file of tests/ as well.
 """
-import dataclasses
 import inspect
 import math
 import os
 import re
 import sys
-import unittest.mock
+from dataclasses import replace
+from unittest.mock import patch
 
 import model_cpu            # first: it says what to do where NumPy is missing
 import model_gpu            # this import works without CuPy and without a GPU, too
@@ -74,7 +74,7 @@ from script import Parser, require, run_script
 
 TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, hidden=24, context=8, vocab=16, predict=3,
                         mtp_weight=0.7)
-TIED = dataclasses.replace(TINY, layers=1, predict=1, tied=True)        # as other people's models are
+TIED = replace(TINY, layers=1, predict=1, tied=True)        # as other people's models are
 ROW_WEIGHTS = [1.5, -0.5]    # a weight for each row in the loss: one text becomes more probable, the other less (rl.py)
 TINY_STEP = 2e-4         # h: the best of the table above
 # A bar is the largest error that passes.  The code has 6.3e-11.  Some of the planted bugs spoil slopes: the mildest of
@@ -126,8 +126,7 @@ def gradients(model, tokens, targets, row_weights=None):
     divides by the number of targets of the whole step.  row_weights (2,): as in rl.py."""
     counted = model_cpu.count_targets(targets, tokens.shape[1], model.config.predict)
     model.flat_grads[...] = 0.0
-    for b in range(len(tokens)):
-        row = slice(b, b + 1)
+    for row in model_cpu.slices_of(len(tokens), 1):
         model.forward(tokens[row], targets[row], counted, None if row_weights is None else row_weights[row])
         model.backward()
     return model_cpu.table_views(model.flat_grads, model_cpu.param_table(model.config))
@@ -142,9 +141,9 @@ def check_entries(model, tokens, targets, every=1, row_weights=None):
     for name, gradient in gradients(model, tokens, targets, row_weights).items():
         largest = np.abs(gradient).argmax()
         entries = sorted({largest, *range(0, gradient.size, every)})
-        weight = model.params[name].reshape(-1)                 # a view
+        weight = model.params[name].flat                        # a view of one axis
         numeric = [slope(loss, weight, i, TINY_STEP) for i in entries]
-        by_hand = gradient.reshape(-1)
+        by_hand = gradient.flat
         # float_info.min is tiny: nothing is divided by 0, and where a whole tensor is 0 by mistake, its errors are huge
         errors = np.abs(by_hand[entries] - numeric) / (abs(by_hand[largest]) + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf                       # NaN > bar is False: it would pass
@@ -275,7 +274,7 @@ def altered_functions(bug, scope):
     sources = {}
     altered = {}
     for edit in bug[:-1]:
-        name, old, new = re.fullmatch("(.*?): (.*) -> (.*)", edit, re.DOTALL).groups()
+        name, old, new = re.fullmatch("(?s)(.*?): (.*) -> (.*)", edit).groups()
         source = sources.get(name, inspect.getsource(scope[name]))
         sources[name] = source.replace(old, new)        # where `old` is missing nothing changes: NOT CAUGHT
         exec(sources[name], scope, altered)             # looks up names in scope, and puts the new function in altered
@@ -315,7 +314,7 @@ def report_damage(replacements, every=17):
     were put there.)  every: only each 17th entry of a tensor is checked, for speed.  Of the embedding (16, 16) these
     are the diagonal, one entry of each row: so the token that occurs twice is checked.  With ROW_WEIGHTS every 200th
     entry is enough: a wrong sign of a weight spoils whole tensors."""
-    with unittest.mock.patch.dict(vars(model_cpu), replacements):       # only inside this block
+    with patch.dict(vars(model_cpu), replacements):       # only inside this block
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
         rows = [*check_entries(*problem, every), *check_entries(*problem, 200, ROW_WEIGHTS)]
@@ -352,7 +351,7 @@ def run_breaks(names):
 # The GPU engine against model_cpu in float64; it can wait until model_gpu.py.  Finite differences would drown in fp32's
 # rounding.  But the reference's gradients are proven by now, so the GPU's are compared with them, tensor by tensor.
 # ------------------------------------------------------------------------------------------------------------
-GPU_CONFIG = dataclasses.replace(CONFIGS["big"], layers=4)
+GPU_CONFIG = replace(CONFIGS["big"], layers=4)
 # precision -> (bar of the logits and of the whole gradient, bar of the losses).  The gradient of a single tensor may be
 # off by twice the first bar
 GPU_BARS = {"fp32": (2e-6, 1e-6), "tf32": (2e-3, 1e-4), "bf16": (2e-2, 1e-3)}
@@ -371,7 +370,8 @@ def whole_step(model, tokens, targets):
     losses = model.read(model.forward(tokens, targets))
     model.backward()
     flat = model.read(model.flat_grads)
-    return {**model_cpu.param_views(flat, model.config), "whole gradient": flat, "logits": logits, "losses": losses}
+    whole = {"whole gradient": flat, "logits": logits, "losses": losses}
+    return model_cpu.param_views(flat, model.config) | whole
 
 
 def run_gpu():
@@ -391,7 +391,7 @@ def run_gpu():
         step = whole_step(model, tokens, targets)
         # The second use of this shape is now recorded as a CUDA graph and replayed (class Replay of model_gpu.py).  It
         # must give the same bits
-        with unittest.mock.patch.object(model_gpu, "RECORD_AT", 2):
+        with patch.object(model_gpu, "RECORD_AT", 2):
             again = whole_step(model, tokens, targets)
         column = {name: distance(step[name], exact[name]) for name in exact}
         bar, loss_bar = GPU_BARS[precision]

@@ -161,13 +161,12 @@ def word_pattern(limit, digits):
                       f"|[{SPACE}]+(?![^{may_follow}])|[{SPACE}]+")
 
 
-# You can skip these three: BMP, ALL and PART change nothing in the result, they are for speed.  BMP and ALL say up to
-# which code point a pattern knows letters and numbers.  BMP leaves out those beyond U+FFFF, of rare scripts.  `re` has
+# You can skip this: the two patterns and PART change nothing in the result, they are for speed.  A pattern knows the
+# letters and numbers up to U+FFFF, or all of them, up to U+10FFFF: beyond U+FFFF stand those of rare scripts.  `re` has
 # a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  So a pattern with
 # all ranges takes four times as long, and is used only where a text has characters beyond U+FFFF (also emoji, though
 # these are neither letters nor numbers).
-BMP = 0xFFFF
-ALL = 0x10FFFF
+#
 # split_words cuts a text into parts of 4096 characters and what follows up to the next white space: then only the parts
 # with such characters take the slow pattern.  A part ends between a character that is no white space and one that
 # is, because a new word always begins there.
@@ -177,10 +176,8 @@ PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 def split_words(text, digits=False):
     """The words of a str, in order; joined they are the text.  Yields one list of words for each part of the text."""
     for part in PART.findall(text):
-        limit = BMP
-        if not part.isascii() and re.search("[\U00010000-\U0010FFFF]", part):
-            limit = ALL
-        yield word_pattern(limit, digits).findall(part)
+        rare = not part.isascii() and re.search("[\U00010000-\U0010FFFF]", part)
+        yield word_pattern(0x10FFFF if rare else 0xFFFF, digits).findall(part)
 
 
 # A file may hold bytes that are not UTF-8.  Python can keep such a byte in a str, as one of the code points U+DC80 to
@@ -432,8 +429,7 @@ class Tokenizer:
 
     def decode_plain(self, ids):
         """Iterable of ids -> str, without the special tokens."""
-        special = self.special.values()
-        return self.decode(token for token in ids if token not in special)
+        return self.decode(token for token in ids if token not in self.special.values())
 
     def special_id(self, *names):
         """The id of the first of these special tokens that there is."""
@@ -578,12 +574,12 @@ class Tokenizer:
             pre_tokenizer = content["pre_tokenizer"]
             *first, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
             # trim_offsets makes no difference to ids, and use_regex may be left out
-            byte_level = {**BYTE_LEVEL, **byte_level, "trim_offsets": True}
+            byte_level = BYTE_LEVEL | byte_level | {"trim_offsets": True}
             require(first in ([], [DIGITS]) and byte_level == BYTE_LEVEL and not content.get("normalizer"),
                     "it divides text into other words than GPT-2's and SmolLM's do")
             special = {token["content"]: token["id"] for token in content["added_tokens"]}
             # where a name stands in added_tokens and in the vocabulary, the vocabulary's id counts, as in `tokenizers`
-            return cls.from_vocab({**special, **model["vocab"]}, model["merges"], special, bool(first))
+            return cls.from_vocab(special | model["vocab"], model["merges"], special, bool(first))
 
     @classmethod
     def from_gpt2(cls, vocab_bpe, encoder_json):
@@ -615,10 +611,10 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------------------
 # A line that holds only <|endoftext|> is ^<\|endoftext\|>\r?$.  `re` is much faster if a pattern begins with plain
 # bytes.  So this one finds the name, and then looks back, (?<=^...), whether the name began a line: it does not find
-# the name in the line "see <|endoftext|>".
-SEPARATOR = re.compile(rb"<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$", re.MULTILINE)
+# the name in the line "see <|endoftext|>".  With (?m) each line has a beginning ^ and an end $.
+SEPARATOR = re.compile(rb"(?m)<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$")
 # one separator or several, and the line ends behind each
-SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*", re.MULTILINE)
+SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*")
 # bytes of a file that are encoded at a time
 CHUNK = 1 << 20
 
@@ -674,7 +670,7 @@ def split_point(path):
     # of a file below 1 MB this is more than `tail` has, so the cut is where that begins
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte
-    tail = read_chunk(path, low, size)
+    tail = read_chunk(path, low)
     end = len(tail.rstrip())                        # something must be left behind the cut
     target = max(0, min(len(tail) - held_out, end - 1))
     for boundary in SEPARATOR, b"\n":
@@ -750,8 +746,7 @@ def main(argv):
     parser.add_argument("text", help="the text; put -- before one that begins with -")
     parser.add_argument("--tokenizer", help="a tokenizer.json (default: the newest model's)")
     args = parser.parse_args(argv)
-    path = args.tokenizer or f"{newest_checkpoint()}/tokenizer.json"
-    tokenizer = Tokenizer.load(path)
+    tokenizer = Tokenizer.load(args.tokenizer or f"{newest_checkpoint()}/tokenizer.json")
     text = os.fsencode(args.text)
     ids = tokenizer.encode(text)
     shown = "|".join(visible(tokenizer.tokens[token]) for token in ids)        # a line end is shown as \n
