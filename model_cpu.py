@@ -1050,9 +1050,8 @@ class Decoder:
         q, k, v = split_heads(qkv, config)
         n = q.shape[-2]
         end = self.position + n
+        cache[..., self.position:end, :] = k, v
         keys, values = cache[..., :end, :]
-        keys[..., self.position:, :] = k
-        values[..., self.position:, :] = v
         P = np.empty((*q.shape[:-1], end), q.dtype)     # a row for each new token, a column for each token so far
         attend(by_group(out, config), P, q, keys, values, causal_mask(n, end, q.dtype) + self.pads[..., :end])
 
@@ -1448,11 +1447,10 @@ def main(argv):
     model = Model(config)
     losses = model.forward(tokens, targets)
     model.backward()
-    logits = model.logits(tokens)
     layers, _ = model.workspaces[0].arrays
     print(f"\n2. Shapes: B=1 T={T} C={config.dim} H={config.heads} G={config.kv_heads} D={config.head_dim} "
           f"F={config.hidden} K={config.predict} V={config.vocab} L={config.layers} N=B*T={T}")
-    for name, array in [*vars(layers[0]).items(), ("logits", logits)]:
+    for name, array in dict(vars(layers[0]), logits=model.logits(tokens)).items():
         print(f"   {name:12} {str(array.shape):20} root mean square {np.sqrt(np.mean(array ** 2)):.4f}")
     print("   (n1 and n2 are not quite 1: norm_eps, 1e-5, is not small beside the mean square of x, 4e-4.)\n\n"
           f"3. The first loss of head 0: {losses[0]:.4f}.  A guess that gives every token the same probability has "

@@ -624,7 +624,7 @@ def read_documents(path, start, end):
     If nothing but line ends stands before the first separator, the first document is empty; if nothing stands behind
     the last one, the last.  No other document is empty."""
     *texts, last = SEPARATOR_RUN.split(read_chunk(path, start, end))
-    return [*(text.rstrip(b"\r\n") for text in texts), last]
+    return [text.rstrip(b"\r\n") for text in texts] + [last]
 
 
 def count_chunk(*chunk):
