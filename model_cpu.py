@@ -1042,7 +1042,7 @@ class Decoder:
         final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)   # (B*n,C)
         self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
         final = final.reshape(len(tokens), -1, self.config.dim)[:, -last:]                              # (B,last,C)
-        return self.model._head_logits(final.reshape(-1, self.config.dim), heads)
+        return self.model._head_logits(np.concatenate(final), heads)            # of (B*last,C)
 
     def _attention(self, cache, out, unused_P, qkv, config):
         """attention_forward of new tokens: their keys and values go to the layer's cache (2,B,G,1,length,D), and all
@@ -1203,12 +1203,13 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             waiting += [rows[half:], rows[:half]]
             continue
         going = range(len(rows))                    # the texts whose answers have not ended; all are drawn
-        starts = None
+        start = None
         for _ in range(most):
-            before = starts
-            starts = [window_start(len(text), context) for text in texts]
-            windows = [text[start:] for text, start in zip(texts, starts)]
-            drawn = decoder.draw_rows(windows, starts == before, list(map(len, texts)), own).tolist()
+            lengths = list(map(len, texts))
+            before = start
+            start = window_start(max(lengths), context)         # of all texts: one whose window moves is alone
+            windows = [text[start:] for text in texts]
+            drawn = decoder.draw_rows(windows, start == before, lengths, own).tolist()
             for text, token in zip(texts, drawn):
                 text.append(token)
             for i in going:
@@ -1321,8 +1322,7 @@ def euler_table(model, tokens):
             before = x
         best = np.argsort(-logits[-1], kind="stable")[:3].tolist()
         nll = np.logaddexp.reduce(logits, axis=1) - logits[range(len(x)), targets]      # -log softmax(logits)[target]
-        step = np.linalg.norm(x - before, axis=1)
-        length = step / np.linalg.norm(before, axis=1)
+        length = np.linalg.norm(x - before, axis=1) / np.linalg.norm(before, axis=1)
         yield nll.mean(), length.mean(), best
         before = x
 
@@ -1441,8 +1441,8 @@ def main(argv):
     tokens = ids[:, :T]
     targets = ids[:, 1:T + config.predict]
     print(f"1. Text to tokens: {len(TEXT.encode())} bytes -> {ids.size} tokens "
-          f"of a vocabulary of {tokenizer.vocab_size}")
-    print(f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :23])}|...")
+          f"of a vocabulary of {tokenizer.vocab_size}\n"
+          f"   {'|'.join(tokenizer.decode([i]) for i in ids[0, :23])}|...")
 
     model = Model(config)
     losses = model.forward(tokens, targets)
