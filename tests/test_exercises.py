@@ -60,6 +60,9 @@ def test_from_the_first_run_to_the_verdict(out_text, monkeypatch, calls):
     assert code == 1 and said.startswith("linear         right in 1 call\nembedding      right in 6 calls\nswiglu         not begun\n")
     with value_error("there is no exercise lines; there are linear, embedding, "):
         run("lines")
+    monkeypatch.setattr(gradcheck, "__file__", "alone/gradcheck.py")
+    with value_error("there is no alone/tests, which this needs."):
+        run("linear")
 
 
 @parametrize("name", exercises.EXERCISES)
