@@ -29,3 +29,11 @@ def out_text(capsys):
 def err_text(capsys):
     """-> function: the same of standard error."""
     return lambda: capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def new_folder(tmp_path_factory):
+    """The current folder is a new one, for the tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("new"))
+        yield

@@ -15,6 +15,10 @@ import tempfile
 import time
 import traceback
 
+from cases import read, write
+
+import script
+
 LIMIT = 100         # seconds: a run that takes longer hangs
 TINY = "--dim 16 --heads 2 --kv-heads 1 --layers 1 --context 32 --vocab 272 --batch-tokens 128 --device cpu"
 TEXT = "".join(f"The cat {i} sat on the mat, and the dog lay on the rug.\n" for i in range(300))
@@ -22,16 +26,14 @@ TEXT = "".join(f"The cat {i} sat on the mat, and the dog lay on the rug.\n" for 
 JOBS = {"train": f"train.py --data text {TINY} --eval-every 4",
         "sft": "sft.py --base base --data chats.json --batch-tokens 128 --eval-every 4",
         "reinforce": "rl.py --base base --data chats.json --batch-tokens 512 --reward short --eval-every 8",
-        "dpo": "rl.py --base base --data pairs.json --batch-tokens 128 --eval-every 4"}
+        "dpo": "rl.py --base base --data chats.json --method dpo --batch-tokens 128 --eval-every 4"}
 
 
-def prepare(folder):
-    """Put into a folder a text, conversations, pairs, and a model of three steps."""
-    chats = [{"instruction": f"{i} and {i}?", "output": f"{i + i}." + "!" * (i % 3)} for i in range(20)]
-    pairs = [{"prompt": chat["instruction"], "chosen": chat["output"], "rejected": "?"} for chat in chats]
-    for name, text in ("text", TEXT), ("chats.json", json.dumps(chats)), ("pairs.json", json.dumps(pairs)):
-        pathlib.Path(folder, name).write_text(text)
-    run(f"{JOBS['train']} --steps 3 --out base", folder)
+def prepare():
+    """Put into the current folder a text, conversations, which are pairs, too, and a model of three steps."""
+    write("text", TEXT)
+    script.write_records("chats.json", [(f"{i} and {i}?", f"{i + i}" + "!" * (i % 3) + " it is.") for i in range(20)])
+    run(f"{JOBS['train']} --steps 3 --out base")
 
 
 def become(command):
@@ -39,9 +41,8 @@ def become(command):
     code = 1
     try:
         sys.argv = command.split()
-        from script import run_script
         module = __import__(sys.argv[0].removesuffix(".py"))
-        run_script(module.main, to_the_end=sys.argv[0] != "chat.py")
+        script.run_script(module.main, to_the_end=sys.argv[0] != "chat.py")
     except SystemExit as left:
         code = left.code or 0
     except BaseException:
@@ -150,4 +151,4 @@ def read_log(folder):
 
 def result_of(folder):
     """All that a run leaves and that has to be the same: its log, and the bytes of its weights."""
-    return read_log(folder), pathlib.Path(folder, "model.safetensors").read_bytes()
+    return read_log(folder), read(f"{folder}/model.safetensors")

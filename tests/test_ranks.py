@@ -34,16 +34,9 @@ def start_ranks(number, command, trap=""):
                           timeout=LIMIT)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    prepare(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+@pytest.fixture(scope="module", autouse=True)
+def folder(new_folder):
+    prepare()
 
 
 def command(job, out):

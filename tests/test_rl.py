@@ -87,10 +87,8 @@ def test_rows_of_a_pair(tmp_path):
 # Runs
 # ---------------------------------------------------------------------------------------------------------------------
 @once_a_module
-def tuned(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("rl"))
-        yield tune()
+def tuned(new_folder):
+    return tune()
 
 
 def test_what_is_drawn(tuned):

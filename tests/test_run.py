@@ -38,19 +38,12 @@ def resume(out, job="train"):
     return f"{JOBS[job].split()[0]} --resume --out {out}"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The current folder: what the runs learn from, and the run half, stopped at step 4 of 8."""
-    folder = tmp_path_factory.mktemp("runs")
-    prepare(folder)
-    write(folder / "other", TEXT[1:])
-    run(command("half"), folder, 143, at(train, "learning_rate", 4, send(signal.SIGTERM)))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+@pytest.fixture(scope="module", autouse=True)
+def folder(new_folder):
+    """What the runs learn from, and the run half, stopped at step 4 of 8."""
+    prepare()
+    write("other", TEXT[1:])
+    run(command("half"), code=143, trap=at(train, "learning_rate", 4, send(signal.SIGTERM)))
 
 
 def untouched(job="train"):

@@ -100,10 +100,8 @@ def tune():
 
 
 @once_a_module
-def tuned(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("sft"))
-        yield tune()
+def tuned(new_folder):
+    return tune()
 
 
 def test_a_run(tuned):

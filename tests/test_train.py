@@ -202,10 +202,8 @@ def train_base():
 
 
 @once_a_module
-def base(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("train"))
-        yield train_base()
+def base(new_folder):
+    return train_base()
 
 
 def test_a_run_is_this_loop(base):
