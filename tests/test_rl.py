@@ -15,10 +15,38 @@ from test_train import T, TOKENIZER, assert_gradient, make_training, mean_nats, 
 import checkpoint
 import model_cpu
 import rl
+import script
 import sft
 import train
 
 PAIRS = [{"prompt": f"say {i % 30}", "chosen": f"It is {i}.", "rejected": "no " * (i % 5 + 1)} for i in range(60)]
+
+
+def make_pair(record):
+    """-> the pair of a record in which user "Q" stands for a message."""
+    return script.make_pair(json.loads(re.sub('([a-z]+) (".*?")', r'{"role": "\1", "content": \2}', record)))
+
+
+@parametrize("record", [
+    '{"prompt": "Q", "chosen": "You.", "rejected": "No."}',
+    '{"prompt": [user "Q"], "chosen": [assistant "You."], "rejected": [assistant "No."]}',
+    '{"prompt": [user "Q"], "chosen": [user "Q", assistant "You."], "rejected": [user "Q", assistant "No."]}',
+    '{"chosen": [user "Q", assistant "You."], "rejected": [user "Q", assistant "No."]}'])
+def test_a_record_is_a_pair(record):
+    """In each form of TRL that says exactly what the question is."""
+    assert make_pair(record) == ((None, [("Q", "You.")]), "No.")
+
+
+@parametrize("record", [
+    '{"question": "Q", "chosen": "You.", "rejected": "No."}',
+    # several turns; another question than in the prompt; a turn behind the answer; a system text that the prompt has not
+    '{"prompt": "Q", "chosen": [user "Q", assistant "You.", user "Which?", assistant "That."], "rejected": "No."}',
+    '{"prompt": "Q", "chosen": [user "Else?", assistant "You."], "rejected": "No."}',
+    '{"prompt": "Q", "chosen": [user "Q", assistant "You.", assistant "Both."], "rejected": "No."}',
+    '{"prompt": "Q", "chosen": "You.", "rejected": [system "Be kind.", user "Q", assistant "No."]}'])
+def test_another_pair_is_refused(record):
+    with pytest.raises(ValueError):
+        make_pair(record)
 
 
 def log_probs(model, rows):
