@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 
 from cases import read, write
@@ -61,6 +60,7 @@ def start(command, folder=".", trap=lambda: None):
     process.files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
     process.pid = os.fork()
     if process.pid == 0:
+        signal.alarm(LIMIT)
         os.chdir(folder)
         for number, file in enumerate(process.files, 1):
             os.dup2(file.fileno(), number)
@@ -74,14 +74,8 @@ def start(command, folder=".", trap=lambda: None):
 
 
 def finish(process):
-    """Wait for its end -> the same, with its exit code and what it has printed.  What hangs is killed."""
-    limit = time.monotonic() + LIMIT
-    ended = 0
-    while not ended:
-        ended, status = os.waitpid(process.pid, os.WNOHANG)
-        if not ended and time.monotonic() > limit:
-            os.kill(process.pid, signal.SIGKILL)
-        time.sleep(0.002)
+    """Wait for its end -> the same, with its exit code and what it has printed."""
+    _, status = os.waitpid(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     texts = []
     for file in process.files:

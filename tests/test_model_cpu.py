@@ -264,9 +264,10 @@ def test_decoding_reads_each_token_once(read):
     model = wide_model()
     text = [1] * 5 + list(generate(model, [1] * 5, most=21))
     list(generate(model, text, most=2))
-    model.update(1e-9)
-    list(generate(model, text[:7], most=1))
-    assert read == [5] + [1] * 11 + [9] + [1] * 7 + [9] + [1, 1] + [7]
+    for _ in range(2):
+        list(generate(model, text[:7], most=1))
+        model.update(1e-9)
+    assert read == [5] + [1] * 11 + [9] + [1] * 7 + [9] + [1, 1] + [7, 7]
 
 
 def test_an_interruption_leaves_the_cache_right(monkeypatch):

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from cases import once_a_module, parametrize, rows, write
+from cases import once_a_module, parametrize, rows, value_error, write
 from runs import read_log, refused, run
 from test_sft import OURS, parts, tune
 from test_train import T, TOKENIZER, assert_gradient, make_training, mean_nats, nats, open_run, random_rows
@@ -45,7 +45,7 @@ def test_a_record_is_a_pair(record):
     '{"prompt": "Q", "chosen": [user "Q", assistant "You.", assistant "Both."], "rejected": "No."}',
     '{"prompt": "Q", "chosen": "You.", "rejected": [system "Be kind.", user "Q", assistant "No."]}'])
 def test_another_pair_is_refused(record):
-    with pytest.raises(ValueError):
+    with value_error(""):
         make_pair(record)
 
 

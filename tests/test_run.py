@@ -20,7 +20,6 @@ import checkpoint
 import rl           # noqa: F401 (with the other scripts: so each fork has them)
 import train
 
-GONE = object()
 KILLS = int(os.environ.get("KILLS", 2))
 SEED = os.environ.get("SEED", time.time_ns())
 COMMON = "--steps 8 --save-every 3 --threads 1"
@@ -60,10 +59,10 @@ def half(tmp_path):
     return shutil.copytree("half", tmp_path / "run")
 
 
-def goes_on(out, job="train"):
-    """Resumed, it has the bits of a run never touched."""
-    run(resume(out, job))
-    assert result_of(out) == untouched(job)
+def goes_on(out, place=""):
+    """Resumed at this place, it has the bits of a run never touched."""
+    assert place in run(resume(out)).stdout
+    assert result_of(out) == untouched()
 
 
 # -- killed, stopped, no room --------------------------------------------------------------------------------
@@ -90,28 +89,19 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(tmp_path, job):
     assert os.listdir(tmp_path) == [".out.lock", "out"] and not list(out.glob("*.new"))
 
 
-def test_a_killed_run_goes_on_from_its_last_save(half):
-    run(resume(half), code=-signal.SIGKILL, trap=at(train, "learning_rate", 4, send(signal.SIGKILL)))
-    assert "at step 6 of 8" in run(resume(half)).stdout
-    assert result_of(half) == untouched()
-
-
 @parametrize("job, number", [("train", signal.SIGINT), ("reinforce", signal.SIGTERM), ("dpo", signal.SIGHUP)])
 def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(tmp_path, job, number):
+    """The command that is printed goes on; it names a reward of the reader's own."""
+    write("mine.py", "from rl import short")
     out = tmp_path / "out"
-    stopped = run(command(out, job), code=128 + number, trap=at(train, "learning_rate", 5, send(number)))
+    begin = command(out, job).replace("short", "mine.py:short")
+    stopped = run(begin, code=128 + number, trap=at(train, "learning_rate", 5, send(number)))
     assert f"Saved {out} at step 5." in stopped.stderr
-    run(resume(out, job), code=128 + number, trap=at(train, "learning_rate", 2, send(number, number)))
+    _, go_on = stopped.stderr.split("Go on with: python ")
+    run(go_on, code=128 + number, trap=at(train, "learning_rate", 2, send(number, number)))
     assert [record["step"] for record in read_log(out) if "loss" in record] == [1, 2, 3, 4, 5, 6]
-    goes_on(out, job)
-
-
-def test_the_command_to_go_on_names_a_reward_of_the_readers_own(tmp_path):
-    write("mine.py", "def mine(prompt, answer, tokens, ended):\n    return tokens")
-    out = tmp_path / "out"
-    begin = f"{command(out, 'reinforce').replace('short', 'mine.py:mine')}"
-    stopped = run(begin, code=143, trap=at(train, "learning_rate", 2, send(signal.SIGTERM)))
-    run(stopped.stderr.split("Go on with: python ")[1])
+    run(go_on)
+    assert result_of(out) == untouched(job)
 
 
 @parametrize("size", [200, 4000, 50_000, 150_000])
@@ -124,8 +114,8 @@ def test_a_full_disk_keeps_the_last_save(half, size):
     goes_on(half)
 
 
-@parametrize("first, named", [(2, 3), (4, 4), (6, 6)])
-def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(tmp_path, first, named):
+@parametrize("first, named, place", [(2, 3, ""), (4, 4, "at step 3 of 8"), (6, 6, "at step 4 of 8")])
+def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(tmp_path, first, named, place):
     """The update of step `first` breaks the weights.  Where that step is saved or evaluated, they are looked at; else
     the next loss tells."""
     def trap():
@@ -133,7 +123,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(tmp_pa
         train.learning_rate = lambda step, settings: np.nan if step + 1 == first else usual(step, settings)
     out = tmp_path / "out"
     assert f"step {named} is not finite" in run(command(out), code=1, trap=trap).stderr
-    goes_on(out)
+    goes_on(out, place)
 
 
 # -- altered, or of another kind -----------------------------------------------------------------------------
@@ -154,32 +144,28 @@ def test_an_altered_file_is_refused_or_changes_nothing(half, number):
         assert (done.returncode, done.stderr.count("\n"), done.stderr[:7]) == (2, 1, "error: "), (SEED, path, done.stderr)
 
 
-@parametrize("change", [
-    lambda settings: settings.pop("steps"), lambda settings: settings.update(growth=0.25)])
-def test_the_run_of_another_version_is_refused(half, change):
-    tensors, metadata = checkpoint.read_safetensors(half / checkpoint.STATE)
-    state = json.loads(metadata["state"])
-    change(state["settings"])
-    tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
-    checkpoint.write_safetensors(half / checkpoint.STATE, tensors, {**metadata, "state": json.dumps(state)})
-    assert "cannot be used" in refused(resume(half))
-
-
 def test_a_forged_record_is_refused_or_goes_on(half):
-    """Each value of the record is removed, or is of each other type of JSON; a checksum is right."""
+    """Each value of the record is of each other type of JSON, or removed, or there is one more, as in the run of another
+    version, which is refused; a checksum is right."""
     tensors, metadata = checkpoint.read_safetensors(half / checkpoint.STATE)
     tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
     state = json.loads(metadata["state"])
-    places = [(state, name) for name in state] + [(state["settings"], name) for name in state["settings"]]
-    for record, name in places:
-        value = record.pop(name)
-        for forged in GONE, None, True, -7, 0.5, "x", [3], {}:
-            if forged != value:
-                record.update({} if forged is GONE else {name: forged})
-                checkpoint.write_safetensors(half / checkpoint.STATE, tensors, {**metadata, "state": json.dumps(state)})
-                done = finish(start(f"{resume(half)} --steps 8"))
-                assert done.returncode == 2 and done.stderr.count("\n") == 1 or done.returncode == 0, (name, forged, done.stderr)
-        record[name] = value
+
+    def resumed():
+        shutil.copytree("half", half, dirs_exist_ok=True)
+        checkpoint.write_safetensors(half / checkpoint.STATE, tensors, {**metadata, "state": json.dumps(state)})
+        return finish(start(f"{resume(half)} --steps 8"))
+    for record in state, state["settings"]:
+        for name in [*record]:
+            value = record.pop(name)
+            assert resumed().returncode == 2
+            for record[name] in None, True, -7, 0.5, "x", [3], {}:
+                if record[name] != value:
+                    done = resumed()
+                    assert done.returncode == 2 and done.stderr.count("\n") == 1 or done.returncode == 0, (name, done.stderr)
+            record[name] = value
+    state["settings"]["growth"] = 0.25
+    assert "cannot be used" in resumed().stderr
 
 
 def test_another_script_and_another_text_are_refused(half, tmp_path):
@@ -256,23 +242,17 @@ def test_a_run_that_fails_at_its_start_leaves_the_older_one_where_it_is(tmp_path
 def test_an_evaluation_that_fails_loses_no_step(tmp_path):
     out = tmp_path / "out"
     run(f"{command(out)} --save-every 100", code=2, trap=at(train, "measure", 2, fail))
-    assert "at step 4 of 8" in run(resume(out)).stdout
-    assert result_of(out) == untouched()
+    goes_on(out, "at step 4 of 8")
 
 
-def test_a_base_is_not_written_over(tmp_path):
-    before = read("base/model.safetensors")
+@parametrize("what", ["--base base --data text", "--data base/own"])
+def test_what_a_run_reads_is_not_written_over(tmp_path, what):
+    """A base, or a text in that folder, which a link may name."""
+    write("base/own", TEXT)
     os.symlink(os.path.abspath("base"), tmp_path / "link")
     for out in "base", tmp_path / "link":
-        assert "holds what the run reads, base" in refused(f"train.py --data text --device cpu --base base --out {out}")
-    assert read("base/model.safetensors") == before
-
-
-def test_a_text_in_the_folder_of_the_run_stays_there(tmp_path):
-    os.mkdir(tmp_path / "own")
-    write(tmp_path / "own/text", TEXT)
-    assert "holds what the run reads" in refused(f"train.py --data own/text --out own --device cpu {TINY}", tmp_path)
-    assert os.listdir(tmp_path / "own") == ["text"]
+        assert "holds what the run reads, base" in refused(f"train.py {what} --device cpu --out {out}")
+    assert os.path.exists("base/own")
 
 
 def test_two_runs_at_once_in_one_folder(tmp_path):
