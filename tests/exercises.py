@@ -21,6 +21,7 @@ import functools
 import inspect
 import math
 import os
+import pathlib
 import re
 import runpy
 import sys
@@ -103,9 +104,9 @@ def measured(backward, *arguments):
         forward(out, *map(values.get, inputs))
         return np.sum(values["dout"] * out)
     for name in inputs:
-        if "d" + name in values:
-            gradient = values["d" + name]
-            if "d" + name not in ADDED:
+        if f"d{name}" in values:
+            gradient = values[f"d{name}"]
+            if f"d{name}" not in ADDED:
                 gradient[...] = 0.0
             for index in np.ndindex(gradient.shape):
                 gradient[index] += slope(loss, values[name], index, 1e-3)
@@ -384,8 +385,7 @@ def run_exercise(name, hint):
         return True
     if name != "all" and not os.path.exists(path):
         os.makedirs("exercises", exist_ok=True)
-        with open(path, "w") as file:
-            file.write(exercise_text(name))
+        pathlib.Path(path).write_text(exercise_text(name))
         print(f"Wrote {path}: write the body of {EXERCISES[name].__name__} there, then run this again.")
         return True
     calls = record()
@@ -393,8 +393,7 @@ def run_exercise(name, hint):
     for each in EXERCISES if name == "all" else [name]:
         verdict = grade(each, calls[each])
         good &= not verdict
-        number = len(calls[each])
-        lines = verdict or [f"right in {number} call{'s' * (number > 1)}"]
+        lines = verdict or [f"right in {len(calls[each])} call{'s' * (len(calls[each]) > 1)}"]
         print(f"{each:15}" + f"\n{'':15}".join(lines[:1] if name == "all" else lines))
     return good
 

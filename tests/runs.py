@@ -95,32 +95,25 @@ def send(*signals):
     return action
 
 
-def at(where, name, number, action):
-    """-> a trap: before this call of where.name, counted from 1, comes the action."""
+def at(where, names, number, action):
+    """-> a trap: before this one, counted from 1, of the calls of these functions of `where` comes the action."""
     def trap():
-        function = getattr(where, name)
         calls = itertools.count(1)
 
-        def called(*arguments, **options):
-            if next(calls) == number:
-                action()
-            return function(*arguments, **options)
-        setattr(where, name, called)
+        def put(name, function):
+            def called(*arguments, **options):
+                if next(calls) == number:
+                    action()
+                return function(*arguments, **options)
+            setattr(where, name, called)
+        for name in names.split():
+            put(name, getattr(where, name))
     return trap
 
 
 def kill_before(number):
     """-> a trap: SIGKILL comes before this one, counted from 1, of the calls that change the disk."""
-    def trap():
-        calls = itertools.count(1)
-
-        def count():
-            if next(calls) == number:
-                send(signal.SIGKILL)()
-        for name in ("fsync", "replace", "rename", "remove", "unlink", "rmdir", "mkdir"):
-            original = getattr(os, name)
-            setattr(os, name, lambda *arguments, original=original, **options: (count(), original(*arguments, **options))[1])
-    return trap
+    return at(os, "fsync replace rename remove unlink rmdir mkdir", number, send(signal.SIGKILL))
 
 
 def run(command, folder=".", code=0, trap=lambda: None):

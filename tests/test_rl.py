@@ -3,7 +3,7 @@ import glob
 import json
 import os
 import re
-import sys
+import unittest.mock
 
 import numpy as np
 import pytest
@@ -31,21 +31,22 @@ def make_pair(record):
     '{"prompt": "Q", "chosen": "You.", "rejected": "No."}',
     '{"prompt": [user "Q"], "chosen": [assistant "You."], "rejected": [assistant "No."]}',
     '{"prompt": [user "Q"], "chosen": [user "Q", assistant "You."], "rejected": [user "Q", assistant "No."]}',
-    '{"chosen": [user "Q", assistant "You."], "rejected": [user "Q", assistant "No."]}'])
+    '{"chosen": [system "S", user "Q", assistant "You."], "rejected": [system "S", user "Q", assistant "No."]}'])
 def test_a_record_is_a_pair(record):
     """In each form of TRL that says exactly what the question is."""
-    assert make_pair(record) == ((None, [("Q", "You.")]), "No.")
+    (_, turns), rejected = make_pair(record)
+    assert (turns, rejected) == ([("Q", "You.")], "No.")
 
 
 @parametrize("record", [
-    '{"question": "Q", "chosen": "You.", "rejected": "No."}',
+    '{"question": "Q", "chosen": "You.", "rejected": "No."}', '{"prompt": "Q", "chosen": "You.", "rejected": ""}',
     # several turns; another question than in the prompt; a turn behind the answer; a system text that the prompt has not
     '{"prompt": "Q", "chosen": [user "Q", assistant "You.", user "Which?", assistant "That."], "rejected": "No."}',
     '{"prompt": "Q", "chosen": [user "Else?", assistant "You."], "rejected": "No."}',
     '{"prompt": "Q", "chosen": [user "Q", assistant "You.", assistant "Both."], "rejected": "No."}',
     '{"prompt": "Q", "chosen": "You.", "rejected": [system "Be kind.", user "Q", assistant "No."]}'])
 def test_another_pair_is_refused(record):
-    with value_error(""):
+    with value_error("."):
         make_pair(record)
 
 
@@ -119,16 +120,20 @@ def tuned(new_folder):
     return tune()
 
 
-def test_what_is_drawn(tuned):
+def test_what_is_drawn(tuned, monkeypatch):
     """The same from the same seed.  A reward gets the texts, the number of tokens before a special one, and whether that is
-    the end."""
+    the end.  A terminal shows how many tokens are drawn."""
     asked = [("S", "say 3")] * 6
     heard = []
+    progress = unittest.mock.Mock()
+    monkeypatch.setattr(rl, "show_progress", lambda what: progress)
 
     def reward(prompt, answer, tokens, ended):
         heard.append((prompt, answer))
         return tokens + 99 * ended
     draws = [rl.draw_answers(tuned, reward, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
+    assert progress.mock_calls[0].args == (96, 768)
+    assert progress.call_args.args == (1, 1)
     for rows, rewards, texts in draws:
         answers = [ids[mask] for ids, mask in rows]
         assert rewards.tolist() == [(ids < 268).sum() + 99 * (ids[-1] == 271) for ids in answers]
@@ -196,35 +201,14 @@ def test_dpo_says_when_chosen_answers_become_less_probable(tuned):
     assert titles == ["--- chosen", "--- rejected", "--- the model says"]
 
 
-@parametrize("command", ["sft.py --base base", "rl.py --base tuned", "rl.py --base tuned --data pairs.jsonl"])
-def test_each_number_of_an_evaluation_is_explained_before_it_comes(tuned, command):
-    """In lines that a terminal of 80 columns does not break."""
-    write("pairs.jsonl", json.dumps(PAIRS))
-    before, after = run(f"{command} --steps 1 --batch-tokens 512 --out explained").stdout.split(" 0.", 1)[0].rsplit("\n", 1)
-    first, *_ = read_log("explained")
-    names = [name for name, value in first.items() if isinstance(value, float)]
-    assert len(names) > 1 and all(re.search(f"\\b{name}[^.]*:", before) for name in names)
-    assert max(map(len, before.splitlines())) < 80
-
-
-def test_drawing_says_how_far_it_is(tuned):
-    def terminal():
-        sys.stdout.isatty = lambda: True
-    shown = run("rl.py --base tuned --steps 1 --batch-tokens 1024 --out far", trap=terminal).stdout
-    first, _, _ = shown.partition("reward 0")
-    assert re.search(r"tokens of answers: [\d,]+ of [\d,]+, \d+%, \d+ s left", first)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Rewards of one's own
 # ---------------------------------------------------------------------------------------------------------------------
-@parametrize("name, words", rows("""
-    bad.py:bad     | bad.py:bad cannot be used (TypeError: float() argument
-    exit.py:x      | exit.py:x cannot be used (SystemExit: 0)
-    bad.py:nan     | bad.py:nan cannot be used (it is nan)
-    bad.py:nothere | cannot be used (bad.py has no function nothere)
-    nothere.py:bad | nothere.py: No such file
-    nothere        | must be sentence, short or FILE.py:NAME, not nothere"""))
+@parametrize("name, words", [
+    ("bad.py:bad", "bad.py:bad cannot be used (TypeError: float() argument"),
+    ("exit.py:x", "exit.py:x cannot be used (SystemExit: 0)"), ("bad.py:nan", "bad.py:nan cannot be used (it is nan)"),
+    ("bad.py:nothere", "cannot be used (bad.py has no function nothere)"), ("nothere.py:bad", "nothere.py: No such file"),
+    ("nothere", "must be sentence, short or FILE.py:NAME, not nothere")])
 def test_a_reward_that_cannot_be_used_is_one_sentence_and_nothing_is_lost(tuned, name, words):
     write("bad.py", "def bad(prompt, answer, tokens, ended):\n    return None\ndef nan(*_):\n    return 'nan'")
     write("exit.py", "raise SystemExit(0)")

@@ -266,7 +266,7 @@ def test_a_base_goes_on(base):
     assert [first["step"], first["lr"]] == [1, train.DEFAULTS["small"]["lr"] / 4] and more.model.v.size > base.model.v.size
 
 
-def test_on_another_device_only_what_changes_is_noted(capsys):
+def test_on_another_device_only_what_changes_is_noted(out_text):
     training = make_training()
     train.apply_options({"device": "cpu", "threads": 1}, training.settings, CONFIG, None, "out", training.ranks)
-    assert capsys.readouterr().out.count("note: ") == 1
+    assert out_text().count("note: ") == 1
