@@ -132,13 +132,12 @@ def test_what_is_drawn(tuned, monkeypatch):
         heard.append((prompt, answer))
         return tokens + 99 * ended
     draws = [rl.draw_answers(tuned, reward, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
-    assert progress.mock_calls[0].args == (96, 768)
-    assert progress.call_args.args == (1, 1)
     for rows, rewards, texts in draws:
         answers = [ids[mask] for ids, mask in rows]
         assert rewards.tolist() == [(ids < 268).sum() + 99 * (ids[-1] == 271) for ids in answers]
         assert texts == [tuned.tokenizer.decode(ids[ids < 268]) for ids in answers]
         assert {parts(tuned.tokenizer, row)[0] for row in rows} == {"<|user|>S\n\nsay 3<|end|><|assistant|>"}
+    assert [call.args for call in progress.mock_calls[-2:]] == [(sum(map(len, answers)), 768), (1, 1)]
     first, again, other = [texts for *_, texts in draws]
     assert heard == [("say 3", answer) for answer in first + again + other]
     assert first == again != other and len({*first}) > 50 and len(first) == 96

@@ -22,11 +22,10 @@ import train
 
 KILLS = int(os.environ.get("KILLS", 2))
 SEED = os.environ.get("SEED", time.time_ns())
-COMMON = "--steps 8 --save-every 3 --threads 1"
 
 
 def command(out, job="train"):
-    return f"{JOBS[job]} {COMMON} --out {out}"
+    return f"{JOBS[job]} --steps 8 --save-every 3 --threads 1 --out {out}"
 
 
 def resume(out, job="train"):
@@ -50,6 +49,11 @@ def untouched(job="train"):
 
 
 @pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
 def half(tmp_path):
     """A copy of the run that was stopped at step 4."""
     return shutil.copytree("half", tmp_path / "run")
@@ -63,11 +67,10 @@ def goes_on(out, place=""):
 
 # -- killed, stopped, no room --------------------------------------------------------------------------------
 @parametrize("job", JOBS)
-def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(tmp_path, job):
+def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(out, job):
     """Killed before one of the calls that change the disk."""
     expected = untouched(job)
     rng = random.Random(f"{SEED}{job}")
-    out = tmp_path / "out"
     kills = 0
     code = None
     while code != 0 or kills < KILLS:
@@ -79,14 +82,13 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(tmp_path, job):
         assert code in (0, -signal.SIGKILL), (SEED, process.stderr)
         kills += code != 0
     assert result_of(out) == expected, SEED
-    assert os.listdir(tmp_path) == [".out.lock", "out"] and not list(out.glob("*.new"))
+    assert os.listdir(out.parent) == [".out.lock", "out"] and not list(out.glob("*.new"))
 
 
 @parametrize("job, number", [("train", signal.SIGINT), ("reinforce", signal.SIGTERM), ("dpo", signal.SIGHUP)])
-def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(tmp_path, job, number):
+def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(out, job, number):
     """The command that is printed goes on; it names a reward of the reader's own."""
     write("mine.py", "from rl import short")
-    out = tmp_path / "out"
     begin = command(out, job).replace("short", "mine.py:short")
     stopped = run(begin, code=128 + number, trap=at(train, "learning_rate", 5, send(number)))
     assert f"Saved {out} at step 5." in stopped.stderr
@@ -108,13 +110,12 @@ def test_a_full_disk_keeps_the_last_save(half, size):
 
 
 @parametrize("first, named, place", [(2, 3, ""), (4, 4, "at step 3 of 8"), (6, 6, "at step 4 of 8")])
-def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(tmp_path, first, named, place):
+def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(out, first, named, place):
     """The update of step `first` breaks the weights.  Where that step is saved or evaluated, they are looked at; else
     the next loss tells."""
     def trap():
         usual = train.learning_rate
         train.learning_rate = lambda step, settings: np.nan if step + 1 == first else usual(step, settings)
-    out = tmp_path / "out"
     assert f"step {named} is not finite" in run(command(out), code=1, trap=trap).stderr
     goes_on(out, place)
 
@@ -147,7 +148,7 @@ def test_a_forged_record_is_refused_or_goes_on(half):
     def resumed():
         shutil.copytree("half", half, dirs_exist_ok=True)
         checkpoint.write_safetensors(half / checkpoint.STATE, tensors, {**metadata, "state": json.dumps(state)})
-        return finish(start(f"{resume(half)} --steps 8"))
+        return finish(start(resume(half)))
     for record in state, state["settings"]:
         for name in [*record]:
             value = record.pop(name)
@@ -190,9 +191,8 @@ def test_what_belongs_to_the_machine_may_change(half, option):
 
 
 @parametrize("job", ["train", "sft"])
-def test_a_finished_run_is_given_more_steps(tmp_path, job):
+def test_a_finished_run_is_given_more_steps(out, job):
     """Its log goes on, and its learning rate by the longer schedule: to a tenth of the peak."""
-    out = tmp_path / "out"
     run(f"{JOBS[job]} --lr 1e-3 --warmup 1 --steps 3 --out {out}")
     before = read_log(out)                              # with the last evaluation, which is not made again
     run(f"{resume(out, job)} --steps 6")
@@ -203,8 +203,7 @@ def test_a_finished_run_is_given_more_steps(tmp_path, job):
 
 
 # -- new runs ------------------------------------------------------------------------------------------------
-def test_a_new_run_gives_the_older_one_another_name(tmp_path):
-    out = tmp_path / "out"
+def test_a_new_run_gives_the_older_one_another_name(out):
     run(command(out))
     os.remove(out / "log.jsonl")                        # by it alone nobody may tell that there is nothing
     run(command(out))
@@ -218,18 +217,16 @@ def fail():
     raise MemoryError("an evaluation")
 
 
-def test_a_run_that_fails_at_its_start_leaves_the_older_one_where_it_is(tmp_path):
-    out = tmp_path / "out"
+def test_a_run_that_fails_at_its_start_leaves_the_older_one_where_it_is(out):
     run(command(out, "sft"))
     before = result_of(out)
     run(command(out), code=2, trap=at(train, "measure", 1, fail))
     assert result_of(out) == before and not os.path.exists(f"{out}.1")
     assert run(command(out)).stdout.count(f"is now {out}.1") == 1
-    assert result_of(out) == untouched() and sorted(os.listdir(tmp_path)) == [".out.lock", "out", "out.1"]
+    assert result_of(out) == untouched() and sorted(os.listdir(out.parent)) == [".out.lock", "out", "out.1"]
 
 
-def test_an_evaluation_that_fails_loses_no_step(tmp_path):
-    out = tmp_path / "out"
+def test_an_evaluation_that_fails_loses_no_step(out):
     run(f"{command(out)} --save-every 100", code=2, trap=at(train, "measure", 2, fail))
     goes_on(out, "at step 4 of 8")
 
@@ -244,8 +241,7 @@ def test_what_a_run_reads_is_not_written_over(tmp_path, what):
     assert os.path.exists("base/own")
 
 
-def test_two_runs_at_once_in_one_folder(tmp_path):
-    out = tmp_path / "out"
+def test_two_runs_at_once_in_one_folder(out):
     process = start(command(out), trap=at(train, "learning_rate", 3, send(signal.SIGSTOP)))
     os.waitpid(process.pid, os.WUNTRACED)
     try:

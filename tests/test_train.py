@@ -26,8 +26,8 @@ def make_training(**settings):
     """A run of a model in float64, whose weights are so large that no two of its numbers are alike."""
     model = Model(CONFIG)
     model.flat_params += 0.3 * np.random.default_rng(1).standard_normal(model.flat_params.size)
-    made = train.Settings("small", 23, 2 * T, 1e-3, 0, 15, 15, "gpu", "fp32", 1, 2, **settings)
-    return train.Training(model, TOKENIZER, made, {"tokens": 0, "seconds": 0}, "out", script.Ranks())
+    settings = train.Settings("small", 23, 2 * T, 1e-3, 0, 15, 15, "gpu", "fp32", 1, 2, **settings)
+    return train.Training(model, TOKENIZER, settings, {"tokens": 0, "seconds": 0}, "out", script.Ranks())
 
 
 def random_rows(number, most):
