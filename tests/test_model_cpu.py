@@ -132,6 +132,7 @@ def test_updates_by_named_tensors(optimizer, threads, change):
     decay, u, m, v = np.zeros((4, len(w)))
     matrices = [part for name, view in model_cpu.param_views(u, c).items() if "layers" in name and view.ndim == 2
                 for part in np.split(view, {32: [16, 24], 96: [48]}.get(len(view), []))]
+    assert not c.tied or model.params["heads"] is model.params["embed"]
     decay[:-80] = 0.1                                               # all but five gains
     muon = np.zeros(len(w), bool)
     muon[4096 * 16:][:6144] = optimizer == "muon"                   # the matrices of the layers, after the embedding
