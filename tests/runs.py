@@ -31,7 +31,7 @@ JOBS = {"train": f"train.py --data text {TINY} --eval-every 4",
 def prepare():
     """Put into the current folder a text, conversations, which are pairs, too, and a model of three steps."""
     write("text", TEXT)
-    script.write_records("chats.json", [(f"{i} and {i}?", f"{i + i}" + "!" * (i % 3) + " it is.") for i in range(20)])
+    script.write_records("chats.json", [(f"{i} and {i}?", f"{i + i}{'!' * (i % 3)} it is.") for i in range(20)])
     run(f"{JOBS['train']} --steps 3 --out base")
 
 
@@ -54,8 +54,8 @@ def become(command):
 
 
 def start(command, folder=".", trap=lambda: None):
-    """The script in a fork of this process -> its CompletedProcess, which has no exit code yet.  trap: is called
-    in the fork, before the script runs: it may plant what is to happen."""
+    """The script in a fork of this process -> its CompletedProcess, which has no exit code yet.  An alarm ends what hangs.
+    trap: is called in the fork, before the script runs: it may plant what is to happen."""
     process = subprocess.CompletedProcess(command, None)
     process.files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
     process.pid = os.fork()
@@ -77,12 +77,9 @@ def finish(process):
     """Wait for its end -> the same, with its exit code and what it has printed."""
     _, status = os.waitpid(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    texts = []
     for file in process.files:
         file.seek(0)
-        texts.append(file.read())
-        file.close()
-    process.stdout, process.stderr = texts
+    process.stdout, process.stderr = [file.read() for file in process.files]
     return process
 
 
