@@ -184,7 +184,7 @@ def test_a_run_on_pairs(tuned):
     learned, held_out, _ = rl.read_pairs(training.tokenizer, training.settings, 32)
     assert max(train.make_batch(rows, 32, 1)[0].size for rows in learned) <= 256
     assert training.model.step == len(learned) and sum(map(len, learned)) + len(held_out) == 120
-    for forged in None, [], [["x"]]:
+    for forged in None, [], [["x"]], [[]] * 99:
         training.state["reference"] = forged
         with value_error("the record of the run in dpo cannot be used"):
             rl.dpo_job(training)
