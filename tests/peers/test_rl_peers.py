@@ -1,37 +1,32 @@
-"""The gradients of rl.py's weights beside PyTorch's autograd in float64, and the log-probabilities."""
+"""The gradient of DPO's weights in rl.py beside PyTorch's autograd in float64, and the log-probabilities."""
 import numpy as np
-import pytest
 import torch
+import torch.nn.functional as F
 import torch_twin
 
 import model_cpu
 import rl
 
 
-@pytest.mark.parametrize("heads, T, dpo", [(2, 17, True), (3, 9, False)])
-def test_the_gradient_is_autograds(heads, T, dpo):
-    """Odd shapes, further heads, which count nothing, and masked prompts.  DPO's weights come from a pass before."""
-    config = model_cpu.Config(dim=8 * heads, heads=heads, kv_heads=1, layers=2, context=32, vocab=40, predict=3)
-    rng, B, tensor = np.random.default_rng(heads), 2 * rl.GROUP, torch.from_numpy
+def test_the_gradient_of_dpo_is_autograds():
+    """Odd shapes, further heads, which count nothing, and masked prompts.  The weights come from a pass before."""
+    config = model_cpu.Config(dim=24, heads=3, kv_heads=1, layers=2, context=32, vocab=40, predict=3)
+    rng = np.random.default_rng(2)
     model = model_cpu.Model(config, threads=3)
-    model.write(model.flat_params, 0.2 * rng.standard_normal(model.flat_params.shape, np.float32))      # as the twin takes it
-    tokens, targets = rng.integers(0, 40, (B, T)), rng.integers(0, 40, (B, T + 2))
+    model.flat_params[:] = 0.2 * rng.standard_normal(model.flat_params.shape, np.float32)       # as the twin takes it
+    tokens, targets = rng.integers(0, 40, (12, 17)), rng.integers(0, 40, (12, 19))
     targets[:, :2] = targets[0, 4:] = -1
-    twin = torch_twin.Twin(config, model.params).double()
-    cos, sin = model.rope[:, :T, 0]
-    # it has the sign of the sine in the rotation
-    expected = twin.log_probs(tensor(tokens), tensor(targets[:, :T]), tensor(cos), tensor(np.tile(sin[:, 4:], 2)))
-    found, reference = model.log_probs(tokens, targets), rng.standard_normal(B) - 20
-    np.testing.assert_allclose(found, expected.detach().numpy())
-    if dpo:
-        loss = torch_twin.dpo_loss(expected, tensor(reference), 0.3)
-        weights, _ = rl.dpo_weights(found, reference, 0.3)
-    else:
-        groups = tensor(reference).reshape(2, -1)
-        weights = rl.reinforce_weights(reference)
-        loss = -((groups - groups.mean(1, keepdim=True)).ravel() @ expected) / rl.GROUP
-    loss.backward()
-    model.forward(tokens, targets, [rl.GROUP] * 3, weights)
+    reference = rng.standard_normal(12) - 20
+    twin = torch_twin.Twin(config, model.params, torch.float64).double()
+    logits = twin.logits(torch.from_numpy(tokens), *torch_twin.tables(config, 17, dtype=torch.float64))
+    nll = F.cross_entropy(logits[..., :40].mT, torch.from_numpy(targets[:, :17]), ignore_index=-1, reduction="none")
+    expected = -nll.sum(1)
+    found = model.log_probs(tokens, targets)
+    np.testing.assert_allclose(found, expected.detach())
+    chosen, rejected = (expected - torch.from_numpy(reference)).view(-1, 2).T
+    (-F.logsigmoid(0.3 * (chosen - rejected)).mean()).backward()
+    weights, _ = rl.dpo_weights(found, reference, 0.3)
+    model.forward(tokens, targets, [6] * 3, weights)
     model.backward()
     for name, gradient in model.grads.items():
         exact = twin.weights[name.replace(".", "_")].grad.numpy()

@@ -16,6 +16,8 @@ from test_tokenizer import SMOLLM
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 import checkpoint  # noqa: E402
+import script  # noqa: E402
+import sft  # noqa: E402
 from tokenizer import CHAT_TEMPLATE, CHATML, SPECIAL_TOKENS, Tokenizer, known_template  # noqa: E402
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -144,6 +146,8 @@ def test_conversations_equal_apply_chat_template(template, tmp_path):
                 assert ids == auto.apply_chat_template(messages, chat_template=form, add_generation_prompt=True, return_dict=False)
             messages += [{"role": "assistant", "content": answer}]
             ids += [*ours.encode(answer), ours.end_of_turn]
+        row, _ = sft.make_row(ours, script.make_turns(messages), 999)
+        assert row.tolist() == ids
     if template == CHAT_TEMPLATE:
         with pytest.raises(Exception, match="the roles must be user and assistant in turn"):
             auto.apply_chat_template([*messages, *messages[-1:]], chat_template=template)

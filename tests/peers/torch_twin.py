@@ -69,12 +69,6 @@ class Twin(torch.nn.Module):
                               reduction="none")
         return nll.view(-1, c.predict).sum(dim=0) / (targets >= 0).sum(dim=(0, 1))
 
-    def log_probs(self, tokens, targets, cos, sin):
-        """tokens, targets (B,T), -1 = not counted, tables (T,D) -> (B,): of each row the log-probability of its targets."""
-        logits = self.logits(tokens, cos, sin)[..., :self.config.vocab]
-        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
-        return -nll.view(tokens.shape).sum(1)
-
     def empty_cache(self):
         """[[keys, values] of each layer], each (1,G,context,D).  In one tensor torch.compile would make it slower."""
         c = self.config
@@ -186,12 +180,6 @@ def gradient(reference, tokens, targets, precision, device="cuda", hardest=True)
     losses(torch.from_numpy(tokens).to(device), torch.from_numpy(targets).to(device))[1].backward()
     return np.concatenate([twin.weights[name.replace(".", "_")].grad.double().cpu().numpy().reshape(-1)
                            for name in reference.grads])
-
-
-def dpo_loss(log_probs, reference, beta):
-    """Of rows that are chosen and rejected by turns."""
-    ratio = (log_probs - reference).view(-1, 2)
-    return -F.logsigmoid(beta * (ratio[:, 0] - ratio[:, 1])).mean()
 
 
 def newton_schulz(matrices, dtype):
