@@ -5,7 +5,6 @@ refused in one sentence.
 tests/peers/test_shelf_peers.py has transformers write such folders and judge what they compute."""
 import json
 import os
-import resource
 import struct
 
 import numpy as np
@@ -139,7 +138,8 @@ def test_other_models_are_refused_by_name(folder, key, bad):
 @parametrize("name, tensor, words", [
     ("model.layers.1.self_attn.q_proj.bias", np.ones(16, "f4"), "none of that name"),
     (NAME, np.ones((24, 16), "f4"), "is (24, 16), config.json asks for (16, 16)"),
-    (NAME, np.full((16, 16), np.inf, "f2"), "finite")])
+    (NAME, np.zeros((16, 16), "int8"), "I8; read are F64, F32, F16, BF16"),
+    (NAME, np.full((16, 16), 1e300), "finite")])
 def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, words):
     write_folder(folder, tensors={**weights(NEW)[1], name: tensor})
     refused(folder, name, words)
@@ -148,33 +148,19 @@ def test_a_tensor_that_does_not_fit_is_named(folder, name, tensor, words):
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n"
 
 
-def test_what_others_have_in_their_folders_is_called_by_its_name(folder):
-    """Tensors of other types; a number that float32 does not have; what Git LFS leaves of a large file; several ends."""
-    for dtype in "int8", "int64", "bool":
-        write_folder(folder, tensors={**weights(NEW)[1], NAME: np.zeros((16, 16), dtype)})
-        refused(folder, f"of a kind that is not read here (the tensor {NAME} is of {KINDS[dtype]}; read are F64, F32, F16, BF16).")
-    write_folder(folder, tensors={**weights(NEW)[1], NAME: np.full((16, 16), 1e300)})
-    refused(folder, f"the tensor {NAME} holds numbers that are not finite in float32")
-    for name in "tokenizer.json", "shard1.safetensors", "config.json", "tokenizer_config.json":
-        write_folder(folder)
-        write(f"{folder}/{name}", LFS)
-        refused(folder, f"{name} is a pointer of Git LFS, and not the file: run `git lfs pull`")
-
-
-def test_three_hundred_shards_where_a_process_may_open_256_files(folder):
-    """As macOS has it."""
+@parametrize("name", ["tokenizer.json", "shard1.safetensors"])
+def test_what_git_lfs_leaves_of_a_large_file_is_called_by_its_name(folder, name):
     write_folder(folder)
-    index = {f"tensor {i}": f"{i}.safetensors" for i in range(300)}
-    for name, file in index.items():
-        write_tensor_file(f"{folder}/{file}", {name: np.ones(1, "f4")})
-    write_json(folder, INDEX, {"weight_map": index})
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    try:
-        tensors, _ = checkpoint.read_weights(folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert tensors == dict.fromkeys(index, 1)
+    write(f"{folder}/{name}", LFS)
+    refused(folder, f"{name} is a pointer of Git LFS, and not the file: run `git lfs pull`")
+
+
+def test_no_shard_stays_open(folder):
+    """A process may open 256 files on macOS, and a model has more tensors."""
+    write_folder(folder)
+    opened = os.listdir("/dev/fd")
+    tensors, _ = checkpoint.read_weights(folder)
+    assert NAME in tensors and os.listdir("/dev/fd") == opened
 
 
 def test_headers_that_contradict_the_file(folder):
@@ -226,14 +212,6 @@ def test_settings_that_would_give_other_ids(folder, name, content, words):
     write_folder(folder)
     write_json(folder, name, {**checkpoint.read_settings(f"{folder}/{name}"), **content})
     with value_error(f"cannot be used .*{words}"):
-        checkpoint.read_tokenizer(folder)
-
-
-def test_a_token_of_one_file_is_not_forgiven_for_another_file(folder):
-    write_folder(folder)
-    write_json(folder, "tokenizer_config.json", {"pad_token": "[PAD]"})
-    write_json(folder, "special_tokens_map.json", {"pad_token": "<|im_end|>"})
-    with value_error("no special token .*PAD"):
         checkpoint.read_tokenizer(folder)
 
 
