@@ -5,6 +5,7 @@ import os
 import pty
 import select
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 from cases import once_a_module, parametrize, write
@@ -170,19 +171,14 @@ def test_a_seed_gives_a_text(models, out_text):
 
 
 def test_speculation_drafts_and_gives_the_same_text(models, out_text):
-    texts = []
-    calls = []
+    texts, calls = [], []
     for option in "--no-speculation", "--speculation":
         session = load_session(models, f"--temperature 25 --top-k 0 {option} --seed 5 --max-tokens 99")
         decoder = session.model.decoder
-        calls.append(0)
-
-        def draw(*arguments, draw=decoder.draw):
-            calls[-1] += 1
-            return draw(*arguments)
-        decoder.draw = draw
+        decoder.draw = Mock(wraps=decoder.draw)
         session.answer("é")
         texts.append(out_text())
+        calls.append(decoder.draw.call_count)
     assert texts[0] == texts[1] and calls[0] > calls[1]
 
 

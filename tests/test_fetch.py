@@ -4,7 +4,6 @@ import http.server
 import json
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import threading
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-REAL_BOOKS = ROOT.parent / "shared/data/raw_gutenberg"
 TOOLS = os.path.dirname(sys.executable)             # where DuckDB's command line is, too
 SEPARATOR = "\n\n<|endoftext|>\n\n"
 PLAY = b"".join(b"%07d Enter a citizen, speaking.\n" % i for i in range(16000))         # 560,000 bytes
@@ -107,7 +105,8 @@ PROSE = ["It was a dark and stormy night; the rain fell in torrents, when a gust
          for i in range(20)]
 VERSE = "Tell me not, in mournful numbers,\n  Life is but an empty dream!\n\nOf Man's first disobedience, and the fruit\nOf that tree" \
         "\n\n    A table, whose lines are as wide as those of the prose, has to stay\n    as it was."
-BODY = "\n\n".join(["THE HEADING", *(textwrap.fill(text, 72, break_long_words=False) for text in PROSE), VERSE])
+BODY = "\n\n".join(["THE HEADING", *[textwrap.fill(text, 72, initial_indent=" ", break_long_words=False) for text in PROSE],
+                    VERSE])
 STRIPPED = "\n\n".join(["THE HEADING", *PROSE, VERSE])
 HEAD = "The Project Gutenberg EBook of A Night\n\nThis eBook is for the use of anyone.  See www.pg.org\n\n"
 LICENCE = "\n\n*** START: FULL LICENSE ***\n\nTHE FULL PROJECT GUTENBERG LICENSE\n" + "Section 1.  Terms.\n" * 300
@@ -116,12 +115,13 @@ END = "\n\n*** END OF THE PROJECT GUTENBERG EBOOK A NIGHT ***\n"
 SMALL = "***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nTerms.\n*END*THE SMALL PRINT! FOR ETEXTS*Ver.93*END*\n\n"
 # What stands before the book, and behind it.
 FORMS = [(HEAD + START, END + LICENCE),
-         (HEAD + START.replace(" A ", " A\n").replace("*** S", "***S"), END.replace("THE PROJECT ", "THIS PROJECT\n")),
+         (HEAD + START.replace(" A ", " A\n").replace("*** START OF THE", "***START OF THIS"),
+          END.replace("THE PROJECT ", "THIS PROJECT\n")),
          (HEAD + START.replace("***", "* * *"), END.replace("*", "-") + LICENCE),
          (HEAD + START.replace("*", ""), LICENCE),
          (HEAD + START + "Project Gutenberg has two\nof it.\n\nProduced by A. Reader and\nthe Online Proofreading Team\n\nSee http://www.pgdp.net\n\n",
           "\n\nEnd of the Project Gutenberg EBook of A Night, by Nobody\n" + END),
-         (HEAD + SMALL + "This etext was prepared by A. Reader, a@example.org\n\n", "\n\nEnd of Project Gutenberg's A Night"),
+         (HEAD + SMALL + "This etext was prepared by A. Reader\n\nB. Reader, b@example.org\n\n", "\n\nEnd of Project Gutenberg's A Night"),
          (HEAD + START, "\n\n" + SMALL), (LICENCE + HEAD + START, END), (HEAD + START, "\n\n")]
 # Line ends, and the encoding.  Lines that would pass for a separator of documents are left out.
 LINES = [("\r\n", "utf-8-sig"), ("\r", "utf-8"), ("\r\r\n", "utf-8"), ("\n <|endoftext|>\t\n", "cp1252")]
@@ -130,26 +130,12 @@ LINES = [("\r\n", "utf-8-sig"), ("\r", "utf-8"), ("\r\r\n", "utf-8"), ("\n <|end
 def test_books_of_every_form(server):
     books = [before + BODY + behind for before, behind in FORMS]
     coded = [book.encode() for book in books]
-    coded += [books[0].replace("dark", "d\xe4rk").replace("\n", end).encode(encoding) for end, encoding in LINES]
+    coded += [books[0].replace("dark", "d\u201crk").replace("\n", end).encode(encoding) for end, encoding in LINES]
     server.files = {f"/{i}/pg{i}.txt": book for i, book in enumerate(coded)}
     server.environment["BOOK_IDS"] = " ".join(map(str, range(len(coded))))
     fetch(server, "books")
-    expected = [STRIPPED] * len(FORMS) + [STRIPPED.replace("dark", "d\xe4rk")] * len(LINES)
+    expected = [STRIPPED] * len(FORMS) + [STRIPPED.replace("dark", "d\u201crk")] * len(LINES)
     assert read("books.txt").decode() == SEPARATOR.join(expected) + "\n"
-
-
-@pytest.mark.skipif(not REAL_BOOKS.exists(), reason="the real books that this test reads are no part of the repository")
-def test_books_of_project_gutenberg(server):
-    """Each paragraph of the book is there, with the same letters; nothing else is.  Many are joined."""
-    for path in REAL_BOOKS.iterdir():
-        number = server.environment["BOOK_IDS"] = path.name.split("-")[0]
-        server.files[f"/{number}/pg{number}.txt"] = path.read_bytes()
-        fetch(server, "books")
-        body = re.split(r"(?s)START OF TH[^*]*\*\*\*|\*\*\*END OF|End of the Project", path.read_text("latin-1"))[1]
-        expected = [text for text in re.split(r"\n\s*\n", body) if not re.search(r"Gutenberg|Proofreading|^\s*$", text)]
-        found = read(f"books/{number}.txt").decode().strip().split("\n\n")
-        assert ["".join(text.split()) for text in found] == ["".join(text.split()) for text in expected]
-        assert sum(len(text) > 200 and "\n" not in text for text in found) > 50
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ REFUSED = {
     "rl.py --base m --method dpo --data odd.json": "record 1, cannot be used (it has instruction, and needs chosen and rejected).",
     "rl.py --base m --data pipe": "pipe is not a plain file",
     "rl.py --base m --data odd.json --reward good": "the reward must be",
+    "tokenizer.py show x": "there is no trained model in out/",
     "tokenizer.py show x --tokenizer pipe": "pipe is not a plain file",
     "tokenizer.py show x --tokenizer odd.json": "odd.json",
     "gradcheck.py --hint": "--hint goes with",
@@ -158,11 +159,11 @@ def test_progress_lines(monkeypatch, out_text):
 
 
 def test_an_evaluation_fits_eighty_columns(out_text):
-    names = "dpo accuracy margin chosen rejected".split()
-    record = {**dict.fromkeys(names, -123.4567), "val": {name: [1.0, 2.0] for name in names}, "samples": [("a" * 99, "b" * 99)]}
-    script.print_record(record, False)
+    numbers = dict.fromkeys("dpo accuracy margin chosen rejected".split(), -123.4567)
+    script.print_record({**numbers, "val": {"a": [1, 2], "b": [3, 4]}, "samples": [("a" * 99, "b" * 99)]}, False)
     shown = out_text()
-    assert max(map(len, shown.splitlines())) < 80 and all(f"{name} -123.4567" in " ".join(shown.split()) for name in names)
+    assert max(map(len, shown.splitlines())) < 80
+    assert "chosen -123.4567, rejected -123.4567, a 1.0000 2.0000, b 3.0000 4.0000" in " ".join(shown.split())
 
 
 def test_a_clock_that_stands_still(folder):
