@@ -121,7 +121,8 @@ FORMS = [(HEAD + START, END + LICENCE),
          (HEAD + START.replace("*", ""), LICENCE),
          (HEAD + START + "Project Gutenberg has two\nof it.\n\nProduced by A. Reader and\nthe Online Proofreading Team\n\nSee http://www.pgdp.net\n\n",
           "\n\nEnd of the Project Gutenberg EBook of A Night, by Nobody\n" + END),
-         (HEAD + SMALL + "This etext was prepared by A. Reader\n\nB. Reader, b@example.org\n\n", "\n\nEnd of Project Gutenberg's A Night"),
+         (HEAD + SMALL + "This etext was prepared by A. Reader\n\nB. Reader, b@example.org\n\n",
+          "\n\nEnd of Project Gutenberg's A Night"),
          (HEAD + START, "\n\n" + SMALL), (LICENCE + HEAD + START, END), (HEAD + START, "\n\n")]
 # Line ends, and the encoding.  Lines that would pass for a separator of documents are left out.
 LINES = [("\r\n", "utf-8-sig"), ("\r", "utf-8"), ("\r\r\n", "utf-8"), ("\n <|endoftext|>\t\n", "cp1252")]

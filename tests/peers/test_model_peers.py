@@ -150,8 +150,8 @@ class Rotary64(modeling_llama.LlamaRotaryEmbedding):
 
 
 def test_llama_computes_the_logits_of_head_0_and_what_it_saves_has_that_head(tmp_path, monkeypatch, err_text):
-    """In float64, where its own norms and RoPE have float32.  from_pretrained drops mtp_heads.weight, which config.json still
-    counts."""
+    """In float64 throughout: its own norms and RoPE are in float32.  from_pretrained drops mtp_heads.weight, which
+    config.json still counts."""
     put(monkeypatch, modeling_llama, LlamaRMSNorm=torch.nn.RMSNorm, LlamaRotaryEmbedding=Rotary64)
     checkpoint.save(tmp_path / "ours", make_model(0.15, dtype=np.float32), Tokenizer.train([], 260), {})
     llama = load_llama(tmp_path / "ours", torch.float64)

@@ -54,7 +54,8 @@ def download():
 
 @once_a_module
 def folder():
-    """data/SmolLM2-135M-Instruct, a folder as its authors have it; in float16, which rounds once more, for both sides alike."""
+    """data/SmolLM2-135M-Instruct, a folder as its authors have it.  float16 rounds the weights once more, for both sides
+    alike."""
     DATA.mkdir(exist_ok=True)
     if not (DATA / NAME).exists():
         path = download()
@@ -74,7 +75,7 @@ def folder():
 
 
 def same_as_transformers(folder):
-    """-> our model and tokenizer, and the ids of a question.  These, and the logits in float32, are those of transformers."""
+    """-> our model and tokenizer, and the ids of a question.  The ids and the logits are those of transformers."""
     model, tokenizer = checkpoint.load(folder, model_cpu, {"dtype": np.float32, "training": False}, 256)
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     ids = auto.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
@@ -97,7 +98,8 @@ def test_ids_logits_and_a_greedy_text_are_those_of_transformers(folder):
 def test_it_is_fine_tuned_and_preferred_and_transformers_reads_it_again(folder, tmp_path):
     """The loss of what it learns falls; the margin of the pairs grows; each folder gives transformers' logits."""
     records = [{"instruction": f"Who are you, number {i}?", "output": f"I am robot {i}!",
-                "prompt": f"Who are you, number {i}?", "chosen": f"I am robot {i}!", "rejected": "I am a cat."} for i in range(8)]
+                "prompt": f"Who are you, number {i}?", "chosen": f"I am robot {i}!", "rejected": "I am a cat."}
+               for i in range(8)]
     write_json(tmp_path, "records.json", records)
     common = "--context 64 --batch-tokens 256 --steps 2 --eval-every 9 --optimizer adamw --device cpu"
     run(f"sft.py --base {folder} --data records.json --out sft --lr 1e-4 {common}", tmp_path)
