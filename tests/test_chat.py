@@ -1,4 +1,4 @@
-"""chat.py: what the model reads of a conversation; what is printed, on a terminal and elsewhere; what is refused.
+"""chat.py: what the model reads of a conversation; what is printed, on a terminal and elsewhere.
 
 The models are of bytes and know by heart which one comes after which."""
 import os
@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import numpy as np
 from cases import once_a_module, parametrize, write
-from runs import become, refused, run
+from runs import become, run
 
 import chat
 import checkpoint
@@ -189,15 +189,6 @@ def test_the_lens_is_the_euler_table(models):
     losses = [float(line[12:20]) for line in shown.splitlines()[2:]]
     table = model_cpu.euler_table(load_session(models).model, np.array([list(text.encode()[-141:])]))
     assert np.allclose(losses, [loss for loss, *_ in table], atol=1e-3)
-
-
-@parametrize("options, words", [
-    ("--model .", "Cannot use ./config.json: No such file"),
-    ("--model out/loop --lens a", "needs a text of at least 2 tokens"),
-    ("--prompt a --lens ab", "not allowed with"),
-    ("--model out/loop --context 141", "the context is 140 at most, not 141")])
-def test_what_is_refused(models, options, words):
-    assert words in refused(f"chat.py {options}", models)
 
 
 def test_the_newest_model_and_an_unknown_template(models):

@@ -1,4 +1,4 @@
-"""model_cpu.py against judges that others wrote: PyTorch's autograd and AdamW, Hugging Face's Llama and tokenizer."""
+"""model_cpu.py against judges that others wrote: PyTorch's autograd, AdamW and Muon, Hugging Face's Llama."""
 import os
 import shutil
 
