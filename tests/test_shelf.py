@@ -158,9 +158,9 @@ def test_what_git_lfs_leaves_of_a_large_file_is_called_by_its_name(folder, name)
 def test_no_shard_stays_open(folder):
     """A process may open 256 files on macOS, and a model has more tensors."""
     write_folder(folder)
-    opened = os.listdir("/dev/fd")
+    opened = len(os.listdir("/dev/fd"))
     tensors, _ = checkpoint.read_weights(folder)
-    assert NAME in tensors and os.listdir("/dev/fd") == opened
+    assert NAME in tensors and len(os.listdir("/dev/fd")) <= opened
 
 
 def test_headers_that_contradict_the_file(folder):
