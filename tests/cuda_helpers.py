@@ -10,8 +10,7 @@ NumPy array (its address is passed; C-contiguous) or a NumPy scalar (np.int32, n
 parameter's size: a plain Python number is refused, because CuPy would pass it as 64 bits without a word.
 bf16 lives in uint16 arrays: to_bf16 and from_bf16 convert.
 
-`module.order` chooses how threads and blocks take turns: ("forward", 0), ("reverse", 0) or ("seeded", n). ORDERS
-lists three, over which the tests are spread. What the kernel does wrong (deadlock, shared memory overrun, an index outside an
+`module.order` chooses how threads and blocks take turns, in one of the three ORDERS, over which the tests are spread. What the kernel does wrong (deadlock, shared memory overrun, an index outside an
 array, wrong argument sizes, lanes that do not meet) raises KernelError. guarded(array) copies an array: a kernel that
 reads or writes past its end raises KernelError; before it are NaN bytes, and check_guards(array) raises if a kernel
 wrote there.
@@ -43,14 +42,13 @@ import numpy as np
 import pytest
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
-ORDERS = [("forward", 0), ("reverse", 0), ("seeded", 1)]
+ORDERS = range(3)
 KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\s*\(')  # in preprocessed text, where __global__ is empty
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\]\s*;")
 STATIC_SHARED = re.compile(r"(?<!extern )__shared__ (\w+) (\w[^;=(){}]*);")      # a type and arrays of it
+Resources = collections.namedtuple("Resources", "registers spill_bytes stack_bytes shared_bytes")
 LIBC = ctypes.CDLL(None)
 GUARD, NO_ENTRY = 4096, 1 << 20  # bytes of NaN before a guarded array, and bytes after it that cannot be touched
-
-Resources = collections.namedtuple("Resources", "registers spill_bytes stack_bytes shared_bytes")
 
 
 class KernelError(RuntimeError):
@@ -67,22 +65,14 @@ def code_of(name):
     return text_of("kernels.cu") + text_of(name) if name == "flash_attn.cu" else text_of(name)
 
 
-def run_compiler(command, text):
-    """What the command prints, given the text as its input; ValueError with its complaints if it fails."""
-    done = subprocess.run(command, input=text, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command)} fails:\n{done.stderr}")
-    return done.stdout
-
-
 class CpuModule:
     """The kernels of one .cu file, compiled for the CPU with the given -D options. bounds: an index outside an array
     of known size raises KernelError, which costs a third of the speed. source: the text, if it is not that of the file."""
 
-    def __init__(self, name, options=(), bounds=True, source=None):
+    def __init__(self, name, options=("-DBF16=0",), bounds=True, source=None):
         own, source, header = source or text_of(name), source or code_of(name), text_of("tests/cuda_on_cpu.h")
-        self.order = "forward", 0
-        source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)cuda_on_cpu::dynamic_shared();", source)
+        self.order = 0
+        source = DYNAMIC_SHARED.sub(r"\1* \2 = (\1*)shared_memory;", source)
         source = STATIC_SHARED.sub(lambda match: " ".join(
             f"GUARDED_SHARED({match[1]}, {array.partition('[')[0]}, {array})" for array in match[2].split(", ")), source)
         # -fno-ipa-ra: the compiler must not believe that a switch to another fiber keeps registers that yield() does not use.
@@ -98,9 +88,9 @@ class CpuModule:
         if not os.path.exists(library):
             os.makedirs(folder, exist_ok=True)
             fresh = f"{library}.{os.getpid()}"
-            kernels = [kernel for kernel in KERNEL.findall(run_compiler([*command, "-E"], text)) if f"{kernel}(" in own]
-            text += "".join(f"CUDA_KERNEL({kernel})\n" for kernel in kernels)
-            run_compiler([*command, "-shared", "-o", fresh], text)
+            preprocessed = subprocess.check_output([*command, "-E"], input=text, text=True)
+            text += "".join(f"CUDA_KERNEL({kernel})\n" for kernel in KERNEL.findall(preprocessed) if f"{kernel}(" in own)
+            subprocess.run([*command, "-shared", "-o", fresh], input=text, text=True, check=True)
             os.replace(fresh, library)
         self.library = ctypes.CDLL(library)
 
@@ -110,23 +100,11 @@ class CpuModule:
         function.restype = ctypes.c_char_p
 
         def kernel(grid, block, args, shared_mem=0):
-            pointers, sizes, keep = [], [], []
-            for arg in args:
-                if isinstance(arg, np.ndarray):
-                    if not arg.flags.c_contiguous:
-                        raise KernelError(f"{name}: an array argument is not C-contiguous.")
-                    value = ctypes.c_void_p(arg.ctypes.data)
-                elif isinstance(arg, np.generic):
-                    value = ctypes.create_string_buffer(arg.tobytes(), arg.nbytes)
-                else:
-                    raise KernelError(f"{name}: wrap {arg!r} as np.int32(...) or np.float32(...).")
-                keep.append(value)
-                pointers.append(ctypes.addressof(value))
-                sizes.append(ctypes.sizeof(value))
-            dims = [(ctypes.c_uint * 3)(*(tuple(map(int, dim)) + (1, 1))[:3]) for dim in (grid, block)]
-            order = ("forward", "reverse", "seeded").index(self.order[0])
-            error = function(*dims, ctypes.c_uint(shared_mem), (ctypes.c_void_p * len(args))(*pointers),
-                             (ctypes.c_int * len(args))(*sizes), len(args), order, ctypes.c_uint(self.order[1]))
+            assert all(arg.flags.c_contiguous for arg in args if isinstance(arg, np.ndarray)), name
+            values = [np.array(arg.ctypes.data if isinstance(arg, np.ndarray) else arg) for arg in args]
+            error = function((ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))), *block, shared_mem,
+                             (ctypes.c_void_p * len(args))(*[value.ctypes.data for value in values]),
+                             (ctypes.c_int * len(args))(*[value.nbytes for value in values]), len(args), self.order)
             if error:
                 raise KernelError(f"{name}: {error.decode()}.")
 

@@ -26,7 +26,7 @@ from model_cpu import Config, Sampling
 class Card:
     """A GPU with so many bytes of memory, the module cupy and CuPy's memory pool, all in one.  Launches and copies run at once
     but, while a graph is recorded, they are written down.  order: in which threads and blocks take turns."""
-    def __init__(self, size=1 << 40, capability="80", order="forward"):
+    def __init__(self, size=1 << 40, capability="80", order=0):
         self.order, self.made, self.recorded, self.graphs, self.limit = order, [], None, 0, 0
         self.asnumpy, self.get_default_memory_pool, self.free_all_blocks = np.array, lambda: self, lambda: None
         self.get_limit, self.set_limit = lambda: self.limit, lambda size: setattr(self, "limit", size)
@@ -67,7 +67,7 @@ class Card:
     def RawModule(self, code, options):
         modules = CpuModule("kernels.cu", options[:1]), CpuModule("flash_attn.cu", options)
         for module in modules:
-            module.order = self.order, 0
+            module.order = self.order
         return types.SimpleNamespace(compile=lambda: None, get_function=lambda name: self.queued(modules[name.startswith("flash")].get_function(name)))
 
     def end_capture(self):
@@ -217,7 +217,7 @@ def test_a_graph_does_what_its_launches_do(insert, monkeypatch):
     Gradients of several GPUs are added up once a step."""
     put(monkeypatch, model_gpu, SHAPES=1)
     runs = []
-    for record_at, order in (2, "forward"), (99, "reverse"):
+    for record_at, order in (2, 0), (99, 1):
         put(monkeypatch, model_gpu, RECORD_AT=record_at)
         card = insert(order=order)
         model, kept, sums = model_gpu.Model(TINY, optimizer="muon"), [], []
