@@ -8,7 +8,7 @@
 The call has the form of a cupy.RawKernel's: grid, block, arguments, bytes of dynamic shared memory. An argument is a
 NumPy array (its address is passed; C-contiguous) or a NumPy scalar (np.int32, np.float32, ...) of exactly the
 parameter's size: a plain Python number is refused, because CuPy would pass it as 64 bits without a word.
-bf16 lives in uint16 arrays: to_bf16 and from_bf16 convert.
+bf16 lives in uint16 arrays: stored and value convert.
 
 `module.order` chooses how threads and blocks take turns, in one of the three ORDERS, over which the tests are spread. What the kernel does wrong (deadlock, shared memory overrun, an index outside an
 array, wrong argument sizes, lanes that do not meet) raises KernelError. guarded(array) copies an array: a kernel that
@@ -21,15 +21,13 @@ behind __CUDA_ARCH__;
 dynamic shared memory declared as `extern __shared__ T name[];`, aligned or not; and nothing that is in neither CUDA nor
 cuda_on_cpu.h.
 
-compile_for_gpu(name, arch, options) compiles for a GPU architecture such as "sm_80" with NVRTC (the Python package
-nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses), and returns {kernel: Resources}.
+compile_for_gpu(arch, options) compiles for a GPU architecture such as "sm_80" with NVRTC (the Python package
+nvidia-cuda-nvrtc-cu12, the compiler that CuPy uses), and returns what memory each kernel takes.
 """
 
-import collections
 import ctypes
 import glob
 import hashlib
-import importlib.util
 import mmap
 import os
 import pathlib
@@ -46,7 +44,6 @@ ORDERS = range(3)
 KERNEL = re.compile(r'extern "C"\s+void\s+(\w+)\s*\(')  # in preprocessed text, where __global__ is empty
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\]\s*;")
 STATIC_SHARED = re.compile(r"(?<!extern )__shared__ (\w+) (\w[^;=(){}]*);")      # a type and arrays of it
-Resources = collections.namedtuple("Resources", "registers spill_bytes stack_bytes shared_bytes")
 LIBC = ctypes.CDLL(None)
 GUARD, NO_ENTRY = 4096, 1 << 20  # bytes of NaN before a guarded array, and bytes after it that cannot be touched
 
@@ -155,44 +152,28 @@ def to_bf16(array):
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def from_bf16(bits):
-    """uint16 array with the bits of bf16 -> float32 array."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+def stored(array, bf16):
+    """These numbers as the engine keeps activations: the bits of bf16, or float32."""
+    return to_bf16(array) if bf16 else np.float32(array)
+
+
+def value(array):
+    """float64 array of the numbers that are stored so."""
+    return ((array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array).astype(float)
 
 
 # --- compiling for real GPUs ------------------------------------------------------------------------------------------
 
-def find_nvrtc():
-    """Path of libnvrtc of the Python package nvidia-cuda-nvrtc-cu12, or None."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else []:
-        found = sorted(glob.glob(f"{folder}/cuda_nvrtc/lib/libnvrtc.so.1[0-9]"))
-        if found:
-            return found[0]
-    return None
-
-
-def skip_unless_known(arch):
-    """Skips the test, with the reason, where there is no compiler for GPUs or it does not know this architecture: CUDA 13
-    has dropped sm_70, CUDA before 12.8 does not have sm_100 and sm_120 yet."""
-    path = find_nvrtc()
-    if path is None:
-        pytest.skip("nvidia-cuda-nvrtc-cu12 (pip) is not installed")
-    nvrtc, count = ctypes.CDLL(path), ctypes.c_int()
-    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
-    numbers = (ctypes.c_int * count.value)()
-    nvrtc.nvrtcGetSupportedArchs(numbers)
-    known = [f"sm_{number}" for number in numbers]
-    if arch.removesuffix("a") not in known:             # sm_90a: all of sm_90, and what it alone has
-        pytest.skip(f"the NVRTC here does not know {arch}, only {', '.join(known)}")
-
-
-def compile_for_gpu(name, arch, options=()):
-    """Compiles a .cu file for `arch` with the options that CuPy 14 adds to every RawModule's, and returns {kernel: Resources};
-    ValueError with the log if that fails, or if ptxas had to make a product of Hopper's wait (its remarks C75xx)."""
+def compile_for_gpu(arch, options):
+    """Compiles flash_attn.cu, and kernels.cu with it, for `arch` with the options that CuPy 14 adds to every RawModule's ->
+    {kernel: {kind of memory: bytes}}; ValueError with the log if that fails, or if ptxas had to make a product of Hopper's
+    wait (its remarks C75xx).  Skips the test where there is no compiler for GPUs or it does not know this architecture:
+    CUDA 13 has dropped sm_70, CUDA before 12.8 does not have sm_100 and sm_120 yet."""
+    package = pytest.importorskip("nvidia.cuda_nvrtc", reason="nvidia-cuda-nvrtc-cu12 (pip) is not installed")
+    [library] = glob.glob(f"{package.__path__[0]}/lib/libnvrtc.so.1[0-9]")
     options = [*options, "-std=c++17", "-ftz=true", f"-arch={arch}", "--ptxas-options=-v"]
-    nvrtc, program, size = ctypes.CDLL(find_nvrtc()), ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), code_of(name).encode(), name.encode(), 0, None, None)
+    nvrtc, program, size = ctypes.CDLL(library), ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), code_of("flash_attn.cu").encode(), None, 0, None, None)
     words = (ctypes.c_char_p * len(options))(*map(str.encode, options))
     status = nvrtc.nvrtcCompileProgram(program, len(options), words)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -200,11 +181,12 @@ def compile_for_gpu(name, arch, options=()):
     nvrtc.nvrtcGetProgramLog(program, buffer)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     log = buffer.value.decode()
+    if "invalid value for --gpu-architecture" in log:
+        pytest.skip(f"the NVRTC here does not know {arch}")
     if status or "(C75" in log:
-        raise ValueError(f"{name} for {arch}:\n{log}")
+        raise ValueError(f"{arch}:\n{log}")
     kernels = {}
-    for part in re.split(r"Compiling entry function '", log)[1:]:
-        numbers = [re.search(pattern, part) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores",
-                                                            r"(\d+) bytes stack frame", r"(\d+) bytes smem")]
-        kernels[part.split("'")[0]] = Resources(*(int(n.group(1)) if n else 0 for n in numbers))
-    return {kernel: use for kernel, use in kernels.items() if f"{kernel}(" in text_of(name)}
+    for part in log.split("Compiling entry function '")[1:]:
+        used = re.findall(r"(\d+) bytes (spill stores|stack frame|smem)", part)
+        kernels[part.split("'")[0]] = {kind: int(size) for size, kind in used}
+    return kernels

@@ -21,8 +21,7 @@ import numpy as np
 def main():
     reason = model_gpu.why_no_gpu()
     if reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
+        sys.exit(f"error: {reason}")
     import cupy
     cupy.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
@@ -34,17 +33,15 @@ def main():
         config = model_cpu.Config(dim=heads * D, heads=heads, kv_heads=kv_heads, layers=1, context=152, vocab=72, predict=3)
         model = model_gpu.Model(config, precision=precision, matmul="ours", optimizer="muon")
         for B, T in (1, 1), (1, 137):
-            losses = model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
+            model.forward(rng.integers(0, 72, (B, T)), rng.integers(0, 72, (B, T + 2)))
             model.backward()                                    # the second adds to the first
-        norm = model.update(1e-3)
+        model.update(1e-3)
         model.decoder.draw(rng.integers(0, 72, 20).tolist(), 1, 1, 0, model_cpu.Sampling())     # a prompt, then a few tokens
-        logits = model.decoder.extend([1, 2, 3])
+        model.decoder.extend([1, 2, 3])
         model.decoder.draw([1, 2, 3, 4, 5], 5, 3, 0, model_cpu.Sampling(0.8, 20, 0.9, seed=1))
         model_cpu.generate_batch(model, [[1], [2, 3, 4], [5, 6]], model_cpu.Sampling(seed=np.arange(3)), most=2)
-        print(f"{precision} D {D} H/G {heads // kv_heads}: loss {float(losses[0]):.4f}, norm {float(norm):.4f}, "
-              f"largest logit {np.abs(logits).max():.4f}", flush=True)
-    return 0
+        print(name, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,6 +15,7 @@ import pytest
 
 import model_cpu
 import model_gpu
+from cuda_helpers import stored, value
 from gradcheck import GPU_BARS, GPU_CONFIG, distance, make_problem, whole_step
 
 NO_GPU = model_gpu.why_no_gpu()
@@ -35,19 +36,6 @@ def within(error, bar, what):
     """Print the error beside its bar, and fail if it is above, or not a number."""
     print(f"  {what:36} {error:.2e}   bar {bar:.0e}", flush=True)
     assert error <= bar, what
-
-
-def stored(array, precision):
-    """These numbers as the engine keeps activations: float32, or in bf16 its upper half."""
-    bits = array.astype(np.float32)
-    return (bits.view(np.uint32) >> 16).astype(np.uint16) if precision == "bf16" else bits
-
-
-def value(array):
-    """The numbers of an array of the GPU, as float64 on the host."""
-    bits = array.get()
-    floats = (bits.astype(np.uint32) << 16).view(np.float32) if bits.dtype == np.uint16 else bits
-    return floats.astype(np.float64)
 
 
 def on_gpu(reference, **options):
@@ -78,9 +66,9 @@ def attention_errors(gpu, B, T):
     """-> (error of the output, error of dqkv, which is that of q and k before RoPE) of the GPU's attention at (B,T)."""
     cupy, c, rng = model_gpu.cupy, gpu.config, np.random.default_rng(T)
 
-    gpu_qkv, gpu_dout = [cupy.asarray(stored(rng.standard_normal((B * T, width)), gpu.precision))
+    gpu_qkv, gpu_dout = [cupy.asarray(stored(rng.standard_normal((B * T, width)), gpu.precision == "bf16"))
                          for width in (c.qkv_width, c.dim)]
-    qkv, dout = [value(array).reshape(B, T, -1) for array in (gpu_qkv, gpu_dout)]
+    qkv, dout = [value(array.get()).reshape(B, T, -1) for array in (gpu_qkv, gpu_dout)]
     out, dqkv = np.empty_like(dout), np.empty_like(qkv)
     P = np.empty((B, c.kv_heads, c.heads // c.kv_heads, T, T))
     model_cpu.attention_forward(out, P, qkv, c)
@@ -90,8 +78,7 @@ def attention_errors(gpu, B, T):
     lse, delta = [cupy.empty((B, c.heads, T), np.float32) for _ in range(2)]
     model_gpu.attention_forward(gpu, gpu_out, lse, gpu_qkv, B, T)
     model_gpu.attention_backward(gpu, gpu_dqkv, gpu_dout, gpu_out, lse, gpu_qkv, delta)
-    return distance(value(gpu_out).reshape(out.shape), out), distance(value(gpu_dqkv).reshape(dqkv.shape), dqkv)
-
+    return distance(value(gpu_out.get()).reshape(out.shape), out), distance(value(gpu_dqkv.get()).reshape(dqkv.shape), dqkv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
