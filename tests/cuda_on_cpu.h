@@ -122,11 +122,12 @@ const size_t STACK = 256 << 10, GUARD = 1024, MOST_SHARED = 227 << 10;
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 std::vector<char> alive, ready;     // of each thread of the block 1 or 0: it has not ended; it may run
-int running, at_barrier;            // threads that have not ended; those of them that wait at a barrier
+volatile int running;               // threads that have not ended
+int at_barrier;                     // those of them that wait at a barrier
 int line_of_barrier;
 Fiber* self;                        // the fiber that runs
 Jump scheduler;
-const char* error;
+const char* volatile error;         // volatile, as running: other fibers change it, which the compiler does not see
 int order;
 std::minstd_rand dice;
 std::function<void()> body;         // what a thread does
