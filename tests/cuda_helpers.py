@@ -10,8 +10,9 @@ NumPy array (its address is passed; C-contiguous) or a NumPy scalar (np.int32, n
 parameter's size: a plain Python number is refused, because CuPy would pass it as 64 bits without a word.
 bf16 lives in uint16 arrays: stored and value convert.
 
-`module.order` chooses how threads and blocks take turns, in one of the three ORDERS, over which the tests are spread. What the kernel does wrong (deadlock, shared memory overrun, an index outside an
-array, wrong argument sizes, lanes that do not meet) raises KernelError. guarded(array) copies an array: a kernel that
+`module.order` chooses how threads and blocks take turns, in one of the three ORDERS, over which the tests are spread. What
+the kernel does wrong (deadlock, shared memory overrun, an index outside an array, wrong argument sizes, lanes that do not
+meet) raises KernelError. guarded(array) copies an array: a kernel that
 reads or writes past its end raises KernelError; before it are NaN bytes, and check_guards(array) raises if a kernel
 wrote there.
 

@@ -1,5 +1,5 @@
-"""flash_attn.cu on the CPU (tests/cuda_on_cpu.h), launched by model_gpu.py, against model_cpu.py in float64; and compiled, with
-kernels.cu, for the GPUs that they are meant for."""
+"""flash_attn.cu on the CPU (tests/cuda_on_cpu.h), launched by model_gpu.py, against model_cpu.py in float64; and compiled,
+with kernels.cu, for the GPUs that they are meant for."""
 import itertools
 
 import numpy as np
@@ -13,8 +13,8 @@ from cuda_helpers import ORDERS, CpuModule, check_guards, compile_for_gpu, guard
 norm, f32 = np.linalg.norm, np.float32
 
 # precision, D; narrow: PARTS 1; hopper: by the products that only Hopper has
-VERSIONS = ["fp32 32", "fp32 64", "fp32 128", "bf16 32", "bf16 64", "bf16 128", "bf16 32 narrow", "bf16 64 narrow", "bf16 64 hopper",
-            "tf32 32", "tf32 64"]
+VERSIONS = ["fp32 32", "fp32 64", "fp32 128", "tf32 32", "tf32 64", "bf16 32", "bf16 64", "bf16 128",
+            "bf16 32 narrow", "bf16 64 narrow", "bf16 64 hopper"]
 every_version = parametrize("version", VERSIONS)
 BOUNDS = {"fp32": 2e-6, "tf32": 1.5e-3, "bf16": 8e-3}       # on relative L2 errors: three to four times what was seen
 
@@ -29,7 +29,8 @@ class Attention:
         precision, D, *self.kind = version.split()
         self.D, self.bound, self.half = int(D), BOUNDS[precision], precision == "bf16"
         parts, self.flash_rows, self.shared = model_gpu.flash_sizes(precision, self.D, self.kind != ["narrow"])
-        options = [f"-DBF16={int(self.half)}", f"-DHEAD_DIM={D}", f"-DHOPPER={int(self.kind == ['hopper'])}", f"-DPARTS={parts}"]
+        hopper = int(self.kind == ["hopper"])
+        options = [f"-DBF16={int(self.half)}", f"-DHEAD_DIM={D}", f"-DHOPPER={hopper}", f"-DPARTS={parts}"]
         self.module = CpuModule("flash_attn.cu", options, bounds=D == "32")                 # the same lines for every D
         self.module.order = order
         self.config = model_cpu.Config(dim=H * self.D, heads=H, kv_heads=G, layers=1, context=T, vocab=8)
@@ -48,7 +49,8 @@ class Attention:
         """-> out, lse, dqkv by the kernels; an entry that is not written stays NaN."""
         B, T, _ = self.qkv.shape
         H, G = self.config.heads, self.config.kv_heads
-        qkv, dout, out, dqkv = [guarded(stored(x, self.half)) for x in (self.qkv, self.dout, np.nan * self.dout, np.nan * self.qkv)]
+        numbers = self.qkv, self.dout, np.nan * self.dout, np.nan * self.qkv
+        qkv, dout, out, dqkv = [guarded(stored(x, self.half)) for x in numbers]
         lse, delta = [guarded(np.full((B, H, T), np.nan, f32)) for _ in range(2)]
         if self.kind == ["plain"]:
             self.launch("flash_forward_plain", (H, B, -(-T // 128)), 128, out, lse, qkv, T, H, G)
@@ -118,8 +120,8 @@ def test_rounds_where_it_should_and_nowhere_else(version):
         assert norm(found - attention.rounded(exact)) < 2e-5 * norm(exact)
 
 
-# of each architecture for the big model's D and the widest model that check_sizes lets through, and of the other D once each for
-# the readable and the fast kernels, most of them in `make check-peers`
+# for the big model's D and the widest model that check_sizes lets through one architecture of each code: readable, fast,
+# Hopper's, the newest; the others, and the other D once each for the readable and the fast kernels, in `make check-peers`
 @parametrize("arch, D", [
     ("sm_70", 64), ("sm_80", 64), ("sm_90a", 64), ("sm_120", 64), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("sm_75", 64), ("sm_86", 64), ("sm_89", 64), ("sm_100", 64), ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)))])
@@ -127,9 +129,12 @@ def test_compiles_for_gpus(arch, D):
     """No register is spilled, and no static shared memory is more than every GPU gives."""
     for precision in ["fp32"] if arch in ("sm_70", "sm_75") else ["fp32", "tf32", "bf16"]:
         parts, _, _ = model_gpu.flash_sizes(precision, D, arch not in ("sm_86", "sm_89", "sm_120"))
-        options = [f"-DBF16={int(precision == 'bf16')}", f"-DHEAD_DIM={D}", f"-DPARTS={parts}", f"-DHOPPER={int(arch == 'sm_90a')}"]
-        for name, used in compile_for_gpu(arch, [*options, f"-DROW_THREADS={model_gpu.row_threads(6144 if D == 64 else 768)}"]).items():
-            # ptxas of CUDA 13 holds back for sm_80 a register that the readable product would like; that of 12.9 for sm_100 one
-            # of decode_swiglu
+        threads = model_gpu.row_threads(6144 if D == 64 else 768)
+        options = [f"-DBF16={int(precision == 'bf16')}", f"-DHEAD_DIM={D}", f"-DHOPPER={int(arch == 'sm_90a')}",
+                   f"-DPARTS={parts}", f"-DROW_THREADS={threads}"]
+        for name, used in compile_for_gpu(arch, options).items():
+            # ptxas of CUDA 13 holds back for sm_80 a register that the readable product would like; that of 12.9 for sm_100
+            # one that decode_swiglu would like
             most = 8 if name in ("matmul", "decode_swiglu") else 0
-            assert used["spill stores"] <= most and used["stack frame"] <= most and used.get("smem", 0) <= 48 << 10, (name, used)
+            assert max(used["spill stores"], used["stack frame"]) <= most, (name, used)
+            assert used.get("smem", 0) <= 48 << 10, (name, used)

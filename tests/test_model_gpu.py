@@ -170,7 +170,7 @@ def same(a, b):
 # ---------------------------------------------------------------------------------------------------------------------
 # Training
 # ---------------------------------------------------------------------------------------------------------------------
-@pytest.mark.filterwarnings("ignore:.*encountered in")           # of what is left where nothing is to change
+@pytest.mark.filterwarnings("ignore:.*encountered in")                     # of what is left where nothing is to change
 @parametrize("precision, matmul, optimizer, bar, of_update, change", [
     ("fp32", "ours", "muon", 1e-5, 1e-4, {}), ("bf16", "ours", "adamw", 4e-2, 1e-4, {}), ("bf16", "cublas", "muon", 6e-2, 0.15, {}),
     ("tf32", "cublas", "muon", 3e-3, 1e-4, dict(hidden=72, norm_eps=0.25, rope_theta=20.0)),
