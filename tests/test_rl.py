@@ -109,7 +109,7 @@ def test_rows_of_a_pair(tmp_path):
     settings = make_training(data=[f"{tmp_path}/pairs.jsonl"]).settings
     batches, held_out, words = rl.read_pairs(OURS, settings, T)
     assert len(sum(batches, [])) + len(held_out) == 4
-    assert words.startswith("4 pairs, 1 to learn, 1 held out.") and "3 of their 8 rows are cut" in words
+    assert words.startswith("4 pairs, 1 to learn, 1 held out.") and "\n1 of their rows fill the window" in words
 
 
 # ---------------------------------------------------------------------------------------------------------------------

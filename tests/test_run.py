@@ -68,7 +68,7 @@ def goes_on(out, place=""):
 # -- killed, stopped, no room --------------------------------------------------------------------------------
 @parametrize("job", JOBS)
 def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(out, job):
-    """Killed before one of the calls that change the disk."""
+    """Killed after some time, or before one of the calls that change the disk."""
     expected = untouched(job)
     rng = random.Random(f"{SEED}{job}")
     kills = 0
@@ -77,8 +77,12 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(out, job):
         if code == 0:
             shutil.rmtree(out)                      # again from the beginning
         begin = resume if out.exists() else command
-        process = finish(start(begin(out, job), trap=kill_before(rng.randint(1, rng.choice([16, 60])))))
-        code = process.returncode
+        moment = rng.choice([0, rng.randint(1, rng.choice([16, 60]))])              # 0: none of these calls
+        process = start(begin(out, job), trap=kill_before(moment))
+        if not moment and kills < KILLS:
+            time.sleep(rng.uniform(0, 0.4))
+            os.kill(process.pid, signal.SIGKILL)
+        code = finish(process).returncode
         assert code in (0, -signal.SIGKILL), (SEED, process.stderr)
         kills += code != 0
     assert result_of(out) == expected, SEED
@@ -218,13 +222,14 @@ def test_a_new_run_gives_the_older_one_another_name(out):
 
 
 def fail():
-    raise MemoryError("an evaluation")
+    raise MemoryError("no room")
 
 
-def test_a_run_that_fails_at_its_start_leaves_the_older_one_where_it_is(out):
+@parametrize("call", ["measure", "forward_backward"])
+def test_a_run_that_fails_before_it_has_made_a_step_leaves_the_older_one_where_it_is(out, call):
     run(command(out, "sft"))
     before = result_of(out)
-    run(command(out), code=2, trap=at(train, "measure", 1, fail))
+    run(command(out), code=2, trap=at(train, call, 1, fail))
     assert result_of(out) == before and not os.path.exists(f"{out}.1")
     assert run(command(out)).stdout.count(f"is now {out}.1") == 1
     assert result_of(out) == untouched() and sorted(os.listdir(out.parent)) == [".out.lock", "out", "out.1"]
