@@ -554,12 +554,12 @@ __device__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;
 // 8, of each of which lane l holds
 //     [0], [1]: row l / 4,      columns 2 (l % 4) and the next
 //     [2], [3]: row l / 4 + 8,  the same columns.
-// So a lane has two of every 16 rows, half = 0 and 1. The types are typedefs because an array parameter would
+// So a lane has two of every 16 rows, half = 0 and 1. Scores and Rows are typedefs because an array parameter would
 // forget its size; a reference to a typedef, Scores&, keeps it.
 
 typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for a warp's 16 rows of a part; P, dP, dS as well
 typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
-typedef const char* Tile;      // where rows begin in shared memory that are only read; char* are written
+typedef const char* Tile;      // where a tile begins in shared memory, or a part of it, that a function only reads
 
 // What a lane has: of each part two rows, number OWN_ROW counted from the warp's first; and of Scores S the numbers
 // S[n][e].
@@ -613,7 +613,8 @@ __device__ int offset(int row, int chunk) {
     return row * ROW_BYTES + 16 * (chunk ^ twist);
 }
 
-// Starts copying rows first .. first + count - 1 of a head; zeros past the end.
+// Starts copying rows first .. first + count - 1 of a head; zeros past the end. Each call gives a count that the
+// compiler knows.
 __device__ void start_load(char* tile, Matrix from, int first, int count) {
     constexpr int PASS = THREADS / CHUNKS;  // rows per pass: a multiple of 8, so every pass sees the same swizzle
     int row = threadIdx.x / CHUNKS;
@@ -672,7 +673,7 @@ __device__ void store(Matrix to, Rows (&O)[PARTS], float factor,
 
 // --- Operands ------------------------------------------------------------------------------------------
 
-// ldmatrix_x4, rounded to tf32 if the numbers are floats.
+// ldmatrix_x4; then numbers that are floats are rounded to tf32.
 __device__ void load_matrices(unsigned* words, const char* row) {
     ldmatrix_x4(words, row);
     if (BF16) return;
