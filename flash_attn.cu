@@ -559,7 +559,7 @@ __device__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;
 
 typedef float Scores[8][4];    // of 64 keys, or of 64 queries, for a warp's 16 rows of a part; P, dP, dS as well
 typedef float Rows[D / 8][4];  // 16 rows of O, dQ, dK or dV
-typedef const char* Tile;      // where a tile begins in shared memory, or a part of it, that a function only reads
+typedef const char* TileStart;  // where a tile begins in shared memory, or a part of it, that a function only reads
 
 // What a lane has: of each part two rows, number OWN_ROW counted from the warp's first; and of Scores S the numbers
 // S[n][e].
@@ -703,7 +703,7 @@ __device__ unsigned left_operand(const Scores& P, int n, int i) {
 
 // The right operands of A B, from row `row` and column 8d on: in bf16 two operands, of 16 rows and 8 columns each; in
 // tf32 one of 8 rows and 8 columns, by plain loads, since ldmatrix cannot transpose 32-bit elements.
-__device__ void load_b(unsigned* b, Tile tile, int row, int d) {
+__device__ void load_b(unsigned* b, TileStart tile, int row, int d) {
     int column = 8 * d + LANE / 4;
     tile += row * ROW_BYTES;
     if (BF16) ldmatrix_x4_transposed(b, tile + (offset(LANE % 16, LANE / 16) ^ 16 * d));
@@ -717,7 +717,7 @@ __device__ void load_b(unsigned* b, Tile tile, int row, int d) {
 
 // S = A @ B^T, A being this warp's rows of a part, B a tile. Hopper's product is only begun here:
 // `finish` comes before S is used.
-__device__ void gemm_abt(Scores& S, Tile A, Tile B) {
+__device__ void gemm_abt(Scores& S, TileStart A, TileStart B) {
     if (USE_WGMMA) {
         wgmma_begin();  // step is `add` as well: the first writes S, the others add to it
         EACH(step, STEPS) wgmma_abt(S[0], wgmma_tile(A) + 2 * step, wgmma_tile(B) + 2 * step, step);
@@ -739,7 +739,7 @@ __device__ void gemm_abt(Scores& S, Tile A, Tile B) {
 }
 
 // O += P @ B, B being a tile; then `finish` as well.
-__device__ void gemm_ab(Rows& O, const Scores& P, Tile B) {
+__device__ void gemm_ab(Rows& O, const Scores& P, TileStart B) {
     constexpr int PIECES = CHUNK / 4;   // of P in a left operand, and of O for a load of B
     constexpr int LEFT = 8 / PIECES;    // left operands
     unsigned a[LEFT][4];
@@ -802,7 +802,7 @@ flash_forward(real* out, float* lse, Reals qkv, int T, int H, int G) {
     float maximum[PARTS][2];
     float sum[PARTS][2] = {};
     EACH_ROW maximum[part][half] = MASKED;
-    over_keys(stages, in, i, [&](Tile K_tile, int key, int part) {
+    over_keys(stages, in, i, [&](TileStart K_tile, int key, int part) {
         auto& m = maximum[part];
         auto& l = sum[part];
         float m_new[2];
@@ -886,7 +886,7 @@ flash_backward_dq(real* dqkv, Reals dout, Reals out, Floats lse,
     }
 
     Rows dQ[PARTS] = {};
-    over_keys(stages, in, i, [&](Tile K_tile, int key, int part) {
+    over_keys(stages, in, i, [&](TileStart K_tile, int key, int part) {
         Scores S, dP;
         gemm_abt(S, Q_tile + part * TILE_BYTES, K_tile);
         gemm_abt(dP, dO_tile + part * TILE_BYTES, K_tile + TILE_BYTES);
@@ -951,7 +951,7 @@ flash_backward_dkdv(real* dqkv, Reals dout, Reals out, Floats lse,
     // Queries past T come as zeros, lse and delta too. Their P is 1, but dO and dP - delta are 0: so they add nothing
     // to dK or dV.
     for (int n = 0; at.h < end; n++) {
-        Tile Q_tile = stages + n % 2 * 2 * TILE_BYTES;  // the tile of dO lies behind it
+        TileStart Q_tile = stages + n % 2 * 2 * TILE_BYTES;  // the tile of dO lies behind it
         Floats lse_tile = numbers + n % 2 * THREADS;
         int query = next;  // the first one of the stage that is used now
         next += 64;

@@ -1042,7 +1042,7 @@ class Decoder:
         final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)   # (B*n,C)
         self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
         final = final.reshape(len(tokens), -1, self.config.dim)[:, -last:]                              # (B,last,C)
-        return self.model._head_logits(np.concatenate(final), heads)            # of (B*last,C)
+        return self.model._head_logits(final.reshape(-1, self.config.dim), heads)
 
     def _attention(self, cache, out, unused_P, qkv, config):
         """attention_forward of new tokens: their keys and values go to the layer's cache (2,B,G,1,length,D), and all
