@@ -54,7 +54,8 @@ def twin_of(model):
 
 
 def worst_of(arrays, twin, part):
-    return max(distance(array, part(twin.weights[name.replace(".", "_")])) for name, array in arrays.items())
+    errors = [distance(array, part(twin.weights[name.replace(".", "_")])) for name, array in arrays.items()]
+    return np.max(errors)                           # max() would skip a NaN
 
 
 # ---------------------------------------------------------------------------------------------------------------------
