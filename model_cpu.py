@@ -56,7 +56,7 @@ from tokenizer import Tokenizer
 # ------------------------------------------------------------------------------------------------------------
 # 1. The sizes, the weights, and the whole forward
 # ------------------------------------------------------------------------------------------------------------
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config): dim, hidden and
     vocab must be multiples of 8, dim a multiple of 2 * heads, heads a multiple of kv_heads; a tied head needs predict
@@ -78,8 +78,8 @@ class Config:
 
     def __post_init__(self):
         if self.hidden is None:
-            self.hidden = 8 * math.ceil(self.dim / 3)
-        self.positions = max(self.context, self.positions or 0)
+            object.__setattr__(self, "hidden", 8 * math.ceil(self.dim / 3))     # a frozen dataclass has no other way
+        object.__setattr__(self, "positions", max(self.context, self.positions or 0))
         check_config(self)
 
     @property
@@ -1091,7 +1091,7 @@ class Decoder:
 # ------------------------------------------------------------------------------------------------------------
 # 6. How tokens are drawn, for one text and for many
 # ------------------------------------------------------------------------------------------------------------
-@dataclass
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn: see sample."""
     temperature: float = 1.0
