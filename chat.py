@@ -158,7 +158,7 @@ def print_lens(model, tokenizer, text):
 # ------------------------------------------------------------------------------------------------------------
 # These options are commands, too, during a session: /seed 1
 NUMBERS = {"seed": whole_number(0, 2**63), "temperature": bounded(float, 0, 100)}
-HELP = ("An empty line lets the model write on (a fine-tuned one: unless it has finished its answer).\n"
+HELP = ("An empty line lets the model write on (a fine-tuned one only if its answer was cut).\n"
         "Put a space before a text that begins with a slash.\n"
         "/reset          forget the conversation\n"
         "/system TEXT    forget the conversation; a fine-tuned model reads this text before the next question\n"

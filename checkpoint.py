@@ -102,7 +102,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        # A file of ours has both keys.  One of them is enough, because one damaged byte cannot spoil both
+        # A file of ours has both keys.  If a damaged byte has spoiled the name of one, the other says that it is ours
         if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:
@@ -241,7 +241,7 @@ def read_config(folder, context=None):
 #
 #     FILE.N.new                  process N is writing FILE
 #     model.safetensors.saved     the weights of a save before its third step
-#     .OUT.begun                  a run before its first step
+#     .OUT.begun                  a run of which no step has been logged
 #     .OUT.lock                   is held while a run works in OUT
 #     OUT.1                       an older run
 #
@@ -376,8 +376,7 @@ def lock_folder(out):
     except (BlockingIOError, FileExistsError):
         raise ValueError(f"{out} is in use by another run, which holds {path}: choose another folder with --out."
                          ) from None
-    # what a run that was killed has left: while it began, or while it saved
-    shutil.rmtree(begun_folder(out), ignore_errors=True)
+    # what a run that was killed while it saved has left
     for new in glob.glob(f"{glob.escape(out)}/*.[0-9]*.new"):
         os.remove(new)
 
@@ -393,24 +392,31 @@ def set_aside(out):
 
 
 def begun_folder(out):
-    """-> the path of the hidden folder, beside `out`, in which a new run is written until it has made a step."""
+    """-> the path of the hidden folder, beside `out`, in which a new run is written.  It has this name until the
+    numbers of its first steps are known."""
     parent, name = split(out)
     return join(parent, f".{name}.begun")
 
 
+def clear_begun(out):
+    """Remove what a run has left that was killed before its first steps."""
+    shutil.rmtree(begun_folder(out), ignore_errors=True)
+
+
 def run_folder(out):
-    """-> the path of the folder in which the run `out` is now."""
+    """-> the path of the folder in which the run `out` is now.  (A run that was killed while it began has no
+    config.json, which `save` writes last: it does not count.)"""
     begun = begun_folder(out)
-    return begun if exists(begun) else out
+    return begun if exists(f"{begun}/config.json") else out
 
 
 def take_name(out):
-    """A new run takes the name of its folder, when it has made a step.  If it fails before, as by a reward that raises
-    an error, an older run of this name stays where it is."""
-    begun = begun_folder(out)
-    if exists(begun):
+    """Give the folder of a new run its name.  If the run fails before, as by a reward that raises an error, an older
+    run of this name stays where it is."""
+    folder = run_folder(out)
+    if folder != out:
         set_aside(out)
-        os.rename(begun, out)
+        os.rename(folder, out)
 
 
 class Log:

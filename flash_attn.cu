@@ -21,7 +21,8 @@
 //     KERNEL                          extern "C" __global__ void
 //     FOR, FOR_STRIDED, EACH          the three loops
 //     LANE, WARP                      the number of this thread in its warp, of this warp in its block
-//     MASKED, pack_bf16               minus infinity; two floats as bf16
+//     MASKED                          minus infinity
+//     pack_bf16, to_float             two floats as bf16; a bf16 as a float
 //     lanes_sum, lanes_max            a sum over some lanes; their largest number
 // How the kernels are launched stands before section 0. The macros:
 //     -DHEAD_DIM=32, 64 or 128

@@ -870,10 +870,11 @@ class Model:
         counted (K,): the number of targets of each head that are not masked, in the whole step; by default, in this
         call.  ValueError where head 0 has none at all.
 
-        weights (B,), one for each text, are for rl.py.  Head 0's loss is then the sum of w_b (-log p) / counted[0],
-        where counted[0] is a divisor that the caller chooses, at least 1.  The losses of the further heads are 0."""
+        weights (B,), one for each text: rl.py passes its own, and log_probs ones.  Head 0's loss is then the sum of
+        w_b (-log p) / counted[0], where counted[0] is a divisor that the caller chooses, at least 1.  The losses of the
+        further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
-        self.pending = self.workspaces[:len(tokens)]        # no text is cut, so there are no more shares than texts
+        self.pending = self.workspaces[:len(tokens)]        # a text is never divided, so a share has one text at least
         # with one thread there is one share, the whole batch
         shares = [np.array_split(array, len(self.pending)) for array in (tokens, targets, weights)]
         losses = sum(self.map(self._forward_share, self.pending, *shares))
@@ -996,14 +997,15 @@ class Decoder:
     (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values.
     chat.print_tokens empties it, too.)
 
-    For many texts: draw_rows, which empties the cache when the windows move.  Only the length of tokens counts then."""
+    For many texts: draw_rows, which empties the cache when the windows move.  Then tokens holds those of the first text
+    alone: only their number is used."""
 
     def __init__(self, model, texts, length):
         c = self.config = model.config
         self.model = model
         self.tokens = []
         # (L, keys and values, B, G, 1, length, D); the 1 is for the R query heads that read them.  Those of one head
-        # lie one behind the other, as attention reads them.  np.zeros takes memory only where it is written.
+        # are contiguous, as attention reads them.  np.zeros takes memory only where it is written.
         self.cache = np.zeros((c.layers, 2, texts, c.kv_heads, 1, length, c.head_dim), model.dtype)
         self.pads = np.zeros((texts, 1, 1, 1, length), model.dtype)      # added to the scores: see draw_rows
         # without a backward all layers compute in the arrays of one

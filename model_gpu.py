@@ -636,8 +636,8 @@ class Model:
 
     params, grads: dict name -> view of the flat fp32 buffers.  Call refresh() after writing params by
     hand."""
-    # Two rows take 1.2 times as long as one, four 1.65 times.  So a text comes 1.1 to 1.3 times as fast with one draft,
-    # and 0.9 to 1.2 times with three (docs/results.md)
+    # On an H200 two rows took 1.2 times as long as one, four 1.65 times.  So a text came 1.1 to 1.3 times as fast with
+    # one draft, and 0.9 to 1.2 times with three (at ca2fdb9)
     draft_heads = 1
 
     def __init__(self, config, seed=0, precision=None, micro_batch=None, matmul="cublas", training=True,

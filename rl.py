@@ -28,7 +28,7 @@ w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 d
 What it does not do, for those who know other methods: no value network, no clipped ratio (PPO), no division by the
 standard deviation of a group (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no
 learned reward model.  Only head 0 has a loss, because it draws the answers: from it head 0 and all layers learn.  The
-matrices of the further heads, which draft, get no gradient.  Decay would only shrink them: so there is none.
+matrices of the further heads, which make drafts, get no gradient.  Weight decay would only shrink them, so it is 0.
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -302,7 +302,7 @@ def dpo_job(training):
         _, z = dpo_weights(log_probs, held_out_reference, settings.beta)
         accuracy = np.heaviside(z, 0.5).mean()
         lost = (held_out_reference - log_probs)[::2].mean()         # of the chosen answers
-        if accuracy == 1 and lost > 0.05:           # a smaller loss would be printed as 0.0
+        if accuracy == 1 and lost > 0.05:           # below 0.05 the note would say "by 0.0 nats"
             print("note: every chosen answer gained on its rejected one, and yet they are less\n"
                   f"probable than before, by {lost:.1f} nats each.  Do its texts get worse?\n"
                   "Then take fewer --steps, or a lower --lr.")
@@ -356,8 +356,8 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    # The names in the first record.  With "chosen" and no "output" it is a pair, for DPO.  (Our own records have both:
-    # script.write_records.)
+    # The names in the first record: list(record) lists its keys.  With "chosen" and no "output" it is a pair, for DPO.
+    # (Our own records have both: script.write_records.)
     names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"

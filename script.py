@@ -533,9 +533,12 @@ def run_chunks(function, chunks, progress):
 
 def run_processes(function, chunks, processes):
     """Yield function(*chunk) of each chunk, in order.  Each worker gets the function once, when it starts.  So it keeps
-    what the function remembers between chunks, such as the tokenizer's cache."""
+    what the function remembers between chunks, such as the tokenizer's cache.  At most 64 results a worker wait to be
+    taken, so memory stays bounded."""
+    size = 64 * processes
     with ProcessPoolExecutor(processes, initializer=start_worker, initargs=(function,)) as pool:
-        yield from pool.map(work, chunks)
+        for i in range(0, len(chunks), size):
+            yield from pool.map(work, chunks[i:i + size])
 
 
 def start_worker(function):

@@ -163,9 +163,9 @@ def word_pattern(limit, digits):
 
 # You can skip this: the two patterns and PART change nothing in the result, they are for speed.  A pattern knows the
 # letters and numbers up to U+FFFF, or all of them, up to U+10FFFF: beyond U+FFFF stand those of rare scripts.  `re` has
-# a table for the characters up to U+FFFF.  It compares those beyond with one range after the other.  So a pattern with
-# all ranges takes four times as long, and is used only where a text has characters beyond U+FFFF (also emoji, though
-# these are neither letters nor numbers).
+# a table for the characters up to U+FFFF.  For one beyond it tries the ranges of the pattern one by one.  So a pattern
+# with all ranges takes four times as long, and is used only where a text has characters beyond U+FFFF (also emoji,
+# though these are neither letters nor numbers).
 #
 # split_words cuts a text into parts of 4096 characters and what follows up to the next white space: then only the parts
 # with such characters take the slow pattern.  A part ends between a character that is no white space and one that
@@ -466,8 +466,8 @@ class Tokenizer:
 
         (No line end stands behind "two" in this file; if there were one, it would be kept.)  A line that holds only
         <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in TEXT_ENDS), and the line
-        ends beside it go.  (But a part that begins just behind such a line keeps the line ends with which it begins.)
-        The last document of each file ends with that id, too.  There are no empty documents.
+        ends beside it go.  (But a part (path, start, end) that starts just behind such a line keeps the line ends with
+        which it begins.)  The last document of each file ends with that id, too.  There are no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -481,6 +481,7 @@ class Tokenizer:
                 # zip takes as many results as the part has chunks.  `part` stands first: otherwise zip would take one
                 # result of the next file before it ends
                 for _, ids in zip(part, results):
+                    # last: the two bytes that were written last; at the start as if a document had just ended
                     if last == boundary:                # no document is empty
                         ids = ids.removeprefix(boundary)
                     file.write(ids)
@@ -621,8 +622,8 @@ CHUNK = 1 << 20
 
 def read_documents(path, start, end):
     """The documents in a part of a corpus: the texts between its separators, without the line ends beside these.
-    If nothing but line ends stands before the first separator, the first document is empty; if nothing stands behind
-    the last one, the last.  No other document is empty."""
+    The first document is empty if nothing but line ends stands before the first separator.  The last one is empty if
+    nothing stands behind the last separator.  No other document is empty."""
     *texts, last = SEPARATOR_RUN.split(read_chunk(path, start, end))
     return [text.rstrip(b"\r\n") for text in texts] + [last]
 

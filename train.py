@@ -95,8 +95,8 @@ def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
     W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
-    lengths occur.  For each the engine prepares arrays, once.)  Shorter rows are padded on the right, with
-    targets of -1: attention is causal, so no earlier position sees the padding.
+    lengths occur, and an engine has to prepare arrays for another length less often.)  Shorter rows are padded on the
+    right, with targets of -1: attention is causal, so no earlier position sees the padding.
 
     A window of pretraining has T + K ids, another row at most T + 1.  The model reads the first T.  The next one is the
     last target of head 0.  The other K - 1 are targets of the further heads alone."""
@@ -207,7 +207,7 @@ def train(training, job, stop):
                           numbers are read                              stopped, after a signal
         a CPU             after every step                              after this step
         a GPU             every tenth step, before a save or a stop     after this step
-        several ranks     likewise                                      when they read numbers, and tell each other
+        several ranks     as their device                               when they read numbers, and tell each other
 
     (Ranks are several processes that train one model: script.py, section 5.  Mostly there is one.)"""
     np.seterr(all="ignore")     # report looks for numbers that are not finite
@@ -217,7 +217,7 @@ def train(training, job, stop):
     first = model.step
     began = time.monotonic() - training.state["seconds"]
     waiting = []                # steps whose numbers the host has not read yet
-    log = None                  # rank 0 opens it after the first evaluation
+    log = None                  # rank 0 opens it after the first evaluation: if that fails, an old log is untouched
     if first:
         print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     for step in range(first, settings.steps + 1):       # the pass at `first` only evaluates
@@ -239,7 +239,8 @@ def train(training, job, stop):
                 training.state["seconds"] = time.monotonic() - began
                 report(training, log, waiting, must_read or stopping)
                 if log:
-                    checkpoint.take_name(training.out)          # by now all ranks have read the folder of a new run
+                    # A new run has made a step: its folder gets its name.  (By now all ranks have read it.)
+                    checkpoint.take_name(training.out)
                 waiting = []
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
@@ -313,7 +314,7 @@ def report(training, log, waiting, before_save):
         weights = model.read(model.flat_params) if last else 0.0
         if not (np.isfinite([*losses, norm]).all() and np.isfinite(weights).all()):
             raise FloatingPointError(f"step {step} is not finite (loss {losses[0]}, gradient norm {norm}).  "
-                                     f"{training.out} keeps its last save.  Begin a new run with a lower --lr.")
+                                     "What was saved before is kept.  Begin a new run with a lower --lr.")
         if log:
             log.write(step=step, loss=losses[0], losses=losses, lr=lr, grad_norm=norm, tokens=tokens,
                       seconds=seconds)
@@ -470,7 +471,8 @@ class Settings:
     # a CUDA grid has at most 65,535 rows
     micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further heads (default 0.3, or the base's)", 0.3)
-    optimizer: str = setting(OPTIMIZERS, "muon (default; not for rl.py): the layers' matrices; adamw: all", "muon")
+    # Muon updates the matrices of the layers, and AdamW the rest
+    optimizer: str = setting(OPTIMIZERS, "default: muon, for the layers' matrices; rl.py: adamw", "muon")
     decay: float = setting(bounded(float, 0, 10), "weight decay (default: 0.3, medium 0.1; sft.py 0.1; rl.py 0)", 0.1)
     momentum: float = setting(bounded(float, 0, 0.999), "of Muon (default 0.95; train.py small 0.9)", 0.95)
     final_lr: float = setting(bounded(float, 0, 1), "share of --lr at the end (default 0.1; train.py big 0)", 0.1)
@@ -492,7 +494,8 @@ class Training:
         "tokens", "seconds"     spent so far
         "script"                train.py, sft.py or rl.py
         "base"                  the folder of the model that the run began with, or None
-        "reference"             only in DPO: the reference's log-probabilities"""
+        "reference"             only in DPO: the reference's log-probabilities
+        "base_key"              only in REINFORCE: a fingerprint of the base's weights"""
     model: object               # Model of either engine
     tokenizer: Tokenizer
     settings: Settings
@@ -512,7 +515,7 @@ def parse_run_options(parser, argv, sizes, data):
     --data."""
     add = parser.add_argument
     add("preset", nargs="?", help=f"the model's size, or that of the base: {', '.join(CONFIGS)} (default "
-        "small; with --base the largest that is not wider)")
+        "small; with --base the largest that is not wider than the base)")
     add("--base", type=normpath, metavar="DIR",
         help="the model to begin with, ours or any plain Llama (sft.py: out/PRESET; rl.py: out/PRESET-sft)")
     add("--data", nargs="+", type=normpath, metavar="FILE", help=data)
@@ -616,9 +619,11 @@ def create_run(script, out, settings, config, tokenizer, base=None):
     """Write a new run, at step 0: with a base's weights, or with random ones.  It is then opened from its folder, as a
     resumed run is."""
     # what the run reads must not lie in the folder that it replaces: no such path may begin with OUT/
-    inside = [path for path in [base, *settings.data] if path and f"{realpath(path)}/".startswith(f"{realpath(out)}/")]
+    paths = [path for path in (base, *settings.data) if path]
+    inside = [path for path in paths if f"{realpath(path)}/".startswith(f"{realpath(out)}/")]
     require(not inside, f"--out {out} holds what the run reads, {', '.join(inside)}: name another folder.")
     settings.key = hash_files(settings.data)
+    checkpoint.clear_begun(out)
     config = dataclasses.replace(config, mtp_weight=settings.mtp_weight)
     if base:
         model, _ = checkpoint.load(base, model_cpu, {"dtype": np.float32}, config.context)
@@ -676,9 +681,10 @@ def apply_options(options, settings, config, base, out, ranks):
     machine, or if it asks for more steps; then the settings change.  All else that differs is an error."""
     recorded = {**vars(config), **vars(settings), "base": base}
     if options.get("device", settings.device) != settings.device:
+        # on another device other threads and another micro-batch are the fastest
         options = options | choose_machine(options, settings.preset, config, settings.batch_tokens, ranks)
     for name, value in options.items():
-        before = recorded.get(name, value)
+        before = recorded.get(name, value)          # an option that is not recorded, such as --out, is no setting
         if value == before:
             continue
         if name in MACHINE:

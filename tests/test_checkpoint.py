@@ -182,7 +182,7 @@ def test_whatever_is_in_a_folder_is_kept(tmp_path, name):
 
 
 def test_a_lock_keeps_others_out(tmp_path):
-    """And is gone when its process ends, however that ends."""
+    """And is gone when its process ends."""
     out = tmp_path / "run"
     pid = os.fork()
     if pid == 0:

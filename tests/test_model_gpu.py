@@ -272,8 +272,8 @@ def test_speculation_changes_nothing(card, precision, options):
 
 @parametrize("precision, bar", [("fp32", 1e-5), ("bf16", 4e-2)])
 def test_many_answers_at_once(card, precision, bar):
-    """Prompts of several lengths, through full windows, from graphs: each answer is that of its prompt alone.  Where the memory
-    is too small for all, they are drawn part by part."""
+    """Prompts of several lengths, through full windows, from graphs: each answer is the reference's.  Where the memory is
+    too small for all, they are drawn part by part."""
     model, reference = models(precision=precision, training=False)
     rng, before, decoder = np.random.default_rng(5), card.total_bytes(), model.new_decoder(3, 40)
     prompts = [rng.integers(0, 48, n).tolist() for n in (1, 8, 38, 3, 17, 2)]

@@ -46,7 +46,7 @@ def test_a_record_is_a_pair(record):
     '{"prompt": "Q", "chosen": [user "Q", assistant "You.", assistant "Both."], "rejected": "No."}',
     '{"prompt": "Q", "chosen": "You.", "rejected": [system "Be kind.", user "Q", assistant "No."]}'])
 def test_another_pair_is_refused(record):
-    with value_error("."):
+    with value_error("no prompt|no text|an answer must be one message|take turns"):
         make_pair(record)
 
 
@@ -76,13 +76,13 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
 
     def ratios(rows):
         return log_probs(model, rows).reshape(-1, 2) @ [0.3, -0.3]
-    sides = [job.batch(2)[0], held_out]
+    sides = [job.batch(1)[0], held_out]
     learned, unseen = map(ratios, sides)
     model.flat_params *= 1.1
     z = ratios(sides[1]) - unseen
     record = job.evaluate(0)
     assert [record["dpo"], record["accuracy"], record["margin"]] == pytest.approx([np.log(1 + np.exp(-z)).mean(), (z > 0).mean(), z.mean()])
-    train.forward_backward(training, *job.batch(2))
+    train.forward_backward(training, *job.batch(1))
     assert_gradient(model, model.flat_grads, lambda: np.log(1 + np.exp(learned - ratios(sides[0]))).mean())
 
 
@@ -99,7 +99,7 @@ def test_rewards(name, answer, tokens, ended, value):
 
 
 def test_rows_of_a_pair(tmp_path):
-    """Only the last answers are learned.  What is cut is counted, and pairs that are equal in the window are left out."""
+    """Only the last answers are learned.  Rows that fill the window are counted, and pairs that are equal in it are left out."""
     rows = rl.pair_rows(OURS, (("S", [("Q", "A"), ("R", "yes")]), "no"), 99)
     prompt = "<|user|>S\n\nQ<|end|><|assistant|>A<|end|><|user|>R<|end|><|assistant|>"
     assert [parts(OURS, row) for row in rows] == [[prompt, "yes<|end|>"], [prompt, "no<|end|>"]]

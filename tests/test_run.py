@@ -76,7 +76,8 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(out, job):
     while code != 0 or kills < KILLS:
         if code == 0:
             shutil.rmtree(out)                      # again from the beginning
-        begin = resume if out.exists() else command
+        begun = out.exists() or (out.parent / ".out.begun/config.json").exists()
+        begin = resume if begun else command
         moment = rng.choice([0, rng.randint(1, rng.choice([16, 60]))])              # 0: none of these calls
         process = start(begin(out, job), trap=kill_before(moment))
         if not moment and kills < KILLS:
@@ -86,7 +87,7 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_bits(out, job):
         assert code in (0, -signal.SIGKILL), (SEED, process.stderr)
         kills += code != 0
     assert result_of(out) == expected, SEED
-    assert os.listdir(out.parent) == [".out.lock", "out"] and not list(out.glob("*.new"))
+    assert sorted(os.listdir(out.parent)) == [".out.lock", "out"] and not list(out.glob("*.new"))
 
 
 @parametrize("job, number", [("train", signal.SIGINT), ("reinforce", signal.SIGTERM), ("dpo", signal.SIGHUP)])
@@ -243,11 +244,12 @@ def test_an_evaluation_that_fails_loses_no_step(out):
 @parametrize("what", ["--base base --data text", "--data base/own"])
 def test_what_a_run_reads_is_not_written_over(tmp_path, what):
     """A base, or a text in that folder, which a link may name."""
+    before = read("base/model.safetensors")
     write("base/own", TEXT)
     os.symlink(os.path.abspath("base"), tmp_path / "link")
     for out in "base", tmp_path / "link":
         assert "holds what the run reads, base" in refused(f"train.py {what} --device cpu --out {out}")
-    assert os.path.exists("base/own")
+    assert read("base/own") == TEXT.encode() and read("base/model.safetensors") == before
 
 
 def test_two_runs_at_once_in_one_folder(out):

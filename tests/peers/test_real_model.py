@@ -103,8 +103,8 @@ def test_it_is_fine_tuned_and_preferred_and_transformers_reads_it_again(folder, 
     write_json(tmp_path, "records.json", records)
     common = "--context 64 --batch-tokens 256 --steps 2 --eval-every 9 --optimizer adamw --device cpu"
     run(f"sft.py --base {folder} --data records.json --out sft --lr 1e-4 {common}", tmp_path)
-    run(f"rl.py --base sft --data records.json --out rl --lr 1e-5 {common}", tmp_path)
-    for out in "sft", "rl":
-        losses = [record["loss"] for record in read_log(tmp_path / out) if "loss" in record]
-        assert losses[1] < losses[0], losses
+    run(f"rl.py --base sft --method dpo --data records.json --out rl --lr 1e-5 {common}", tmp_path)
+    for out, name, sign in ("sft", "val_loss", 1), ("rl", "margin", -1):
+        first, *_, last = [record[name] for record in read_log(tmp_path / out) if name in record]
+        assert sign * last < sign * first
         same_as_transformers(f"{tmp_path}/{out}")
