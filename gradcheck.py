@@ -277,8 +277,8 @@ def altered_functions(bug, scope):
         name, old, new = re.fullmatch("(?s)(.*?): (.*) -> (.*)", edit).groups()
         source = sources.get(name, inspect.getsource(scope[name]))
         sources[name] = source.replace(old, new)        # where `old` is missing nothing changes: NOT CAUGHT
-        # This runs "def rope_backward(...): ..." as edited: then altered["rope_backward"] is the new function.  It finds
-        # the names that it uses in scope
+        # This runs "def rope_backward(...): ..." as edited: then altered["rope_backward"] is the new function.  The
+        # names that it uses are looked up in scope
         exec(sources[name], scope, altered)
     return altered
 

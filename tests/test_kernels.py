@@ -1,5 +1,6 @@
 """kernels.cu on the CPU: every kernel against the functions of model_cpu.py that it covers, launched by model_gpu.py where it
-has a function for that, at odd shapes, in fp32 and bf16 storage, with threads and blocks in three orders, between guard zones.
+has a function for that, at odd shapes, in fp32 and bf16 storage, with threads and blocks in three orders, between guard
+zones.
 test_model_gpu.py has the others in whole steps and texts: AdamW, Muon, norm and clipping, decode_logits."""
 import re
 

@@ -16,7 +16,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import gradcheck
 import model_cpu
-from model_cpu import Config, Decoder, Model, Sampling, generate, generate_batch, generate_plain, gumbel, sample, window_start
+from model_cpu import (Config, Decoder, Model, Sampling, generate, generate_batch, generate_plain, gumbel, sample,
+                       window_start)
 
 TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=264, predict=3, mtp_weight=0.5)
 
@@ -56,7 +57,8 @@ def test_initial_parameters():
 # The forward
 # ---------------------------------------------------------------------------------------------------------------------
 def test_losses_of_texts_with_and_without_weights():
-    """By plain loops, token by token, head by head; then the log-probability of each row, and the loss of rows with weights."""
+    """By plain loops, token by token, head by head; then the log-probability of each row, and the loss of rows with
+    weights."""
     model, (tokens, targets) = wide_model(training=False, threads=3), make_batch()
     assert gradcheck.forward_error(model, tokens, targets) < 1e-11
     losses, counted = model.forward(tokens, targets), model_cpu.count_targets(targets, 16, 3)
@@ -253,7 +255,11 @@ def test_speculation_changes_nothing():
 def read(monkeypatch):
     """-> the number of tokens that each call of a decoder reads."""
     sizes, usual = [], Decoder._read
-    monkeypatch.setattr(Decoder, "_read", lambda self, tokens, *which: sizes.append(np.size(tokens)) or usual(self, tokens, *which))
+
+    def read(self, tokens, *which):
+        sizes.append(np.size(tokens))
+        return usual(self, tokens, *which)
+    monkeypatch.setattr(Decoder, "_read", read)
     return sizes
 
 

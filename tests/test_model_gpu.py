@@ -33,10 +33,13 @@ class Card:
         self.total_bytes = lambda: sum(size for memory, size in self.made if memory())
         self.cuda = MagicMock()
         self.cuda.get_current_stream().ptr = 9
-        self.cuda.Device().configure_mock(compute_capability=capability, attributes={"MaxSharedMemoryPerMultiprocessor": 228 << 10})
-        self.cuda.Stream().__enter__().configure_mock(begin_capture=lambda: setattr(self, "recorded", []), end_capture=self.end_capture)
-        self.cuda.runtime.configure_mock(memGetInfo=lambda: (size - self.total_bytes(), size),
-                                         memcpyAsync=self.queued(lambda to, source, size, *_: ctypes.memmove(to, source, size)))
+        device = self.cuda.Device()
+        device.compute_capability = capability
+        device.attributes = {"MaxSharedMemoryPerMultiprocessor": 228 << 10}
+        stream = self.cuda.Stream().__enter__()
+        stream.begin_capture, stream.end_capture = self.begin_capture, self.end_capture
+        self.cuda.runtime.memGetInfo = lambda: (size - self.total_bytes(), size)
+        self.cuda.runtime.memcpyAsync = self.queued(lambda to, source, size, *_: ctypes.memmove(to, source, size))
 
     def empty(self, shape, dtype):
         size = math.prod(np.atleast_1d(shape)) * np.dtype(dtype).itemsize
@@ -67,7 +70,13 @@ class Card:
         modules = CpuModule("kernels.cu", options[:1]), CpuModule("flash_attn.cu", options)
         for module in modules:
             module.order = self.order
-        return types.SimpleNamespace(compile=lambda: None, get_function=lambda name: self.queued(modules[name.startswith("flash")].get_function(name)))
+
+        def get_function(name):
+            return self.queued(modules[name.startswith("flash")].get_function(name))
+        return types.SimpleNamespace(compile=lambda: None, get_function=get_function)
+
+    def begin_capture(self):
+        self.recorded = []
 
     def end_capture(self):
         launches, self.recorded = self.recorded, None
@@ -177,7 +186,8 @@ def same(a, b):
     ("fp32", "cublas", "muon", 1e-5, 1e-4, dict(tied=True, predict=1))])
 def test_training_equals_the_reference(card, precision, matmul, optimizer, bar, of_update, change):
     """Losses, logits, log-probabilities, every gradient, of two micro-batches and of rows with weights; then updates, from the
-    same gradients, of each matrix by itself.  cuBLAS computes on CuPy's current stream.  A norm that is not finite changes nothing, then and later."""
+    same gradients, of each matrix by itself.  cuBLAS computes on CuPy's current stream.  A norm that is not finite changes
+    nothing, then and later."""
     config = dataclasses.replace(TINY, **change)
     both = model, reference = models(config, precision=precision, matmul=matmul, optimizer=optimizer)
     example, hidden = batch(3, 21, config=config), model_cpu.muon_part(config, "muon")

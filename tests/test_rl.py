@@ -99,7 +99,8 @@ def test_rewards(name, answer, tokens, ended, value):
 
 
 def test_rows_of_a_pair(tmp_path):
-    """Only the last answers are learned.  Rows that fill the window are counted, and pairs that are equal in it are left out."""
+    """Only the last answers are learned.  Rows that fill the window are counted, and pairs that are equal in it are left
+    out."""
     rows = rl.pair_rows(OURS, (("S", [("Q", "A"), ("R", "yes")]), "no"), 99)
     prompt = "<|user|>S\n\nQ<|end|><|assistant|>A<|end|><|user|>R<|end|><|assistant|>"
     assert [parts(OURS, row) for row in rows] == [[prompt, "yes<|end|>"], [prompt, "no<|end|>"]]

@@ -37,7 +37,8 @@ TALK = messages("system Be kind", "user Hi", "assistant Yo", "user <|end|>?", "a
 @parametrize("record, conversation", [
     ({"instruction": "Q\n", "output": " A"}, (None, [("Q\n", " A")])),
     ({"instruction": "Q", "input": "I", "output": "A"}, (None, [("Q\n\nI", "A")])),
-    (TALK, ("Be kind", TURNS)), ({"messages": TALK}, ("Be kind", TURNS)), ({"prompt": "Q", "completion": "A"}, (None, [("Q", "A")])),
+    (TALK, ("Be kind", TURNS)), ({"messages": TALK}, ("Be kind", TURNS)),
+    ({"prompt": "Q", "completion": "A"}, (None, [("Q", "A")])),
     ({"prompt": TALK[:4], "completion": TALK[4:]}, ("Be kind", TURNS))])
 def test_a_record_is_a_conversation(record, conversation):
     assert script.make_turns(record) == conversation

@@ -204,8 +204,8 @@ def open_run(out, name="train.py"):
 def train_base():
     """A run on a short text, in the current folder."""
     write("text.txt", TEXT[:1500])
-    run(f"train.py --data text.txt {TINY} --micro-batch 1 --lr 0.01 --eval-every 7 --final-lr 0.3 --mtp-weight 0.7 --decay 0.3 --momentum 0.8 --seed 5 "
-        "--out base")
+    run(f"train.py --data text.txt {TINY} --micro-batch 1 --lr 0.01 --eval-every 7 --final-lr 0.3 "
+        "--mtp-weight 0.7 --decay 0.3 --momentum 0.8 --seed 5 --out base")
     return open_run("base")
 
 
@@ -237,7 +237,8 @@ def test_a_run_is_this_loop(base):
 
 
 def test_a_text_is_measured_whole(base):
-    """In the window that is asked for, without a token that ends it; Windows' line ends and a byte order mark change nothing."""
+    """In the window that is asked for, without a token that ends it; Windows' line ends and a byte order mark change
+    nothing."""
     rows = train.text_rows(np.array(base.tokenizer.encode(TEXT[:500])), 24)
     write("short", "\ufeff" + TEXT[:500].replace("\n", "\r\n"))
     printed = run("train.py --evaluate base --data short --context 24").stdout
