@@ -113,6 +113,17 @@ def kill_before(number):
     return at(os, "fsync replace rename remove unlink rmdir mkdir", number, send(signal.SIGKILL))
 
 
+def as_on_a_gpu():
+    """A trap: the loop takes the run for one on a GPU, and reads numbers only now and then."""
+    import train
+    loop = train.train
+
+    def train_on_gpu(training, job, stop):
+        training.settings.device = "gpu"
+        return loop(training, job, stop)
+    train.train = train_on_gpu
+
+
 def run(command, folder=".", code=0, trap=lambda: None):
     """-> the CompletedProcess of a script, which has to leave with this exit code."""
     process = finish(start(command, folder, trap))

@@ -94,16 +94,17 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
         assert read[-1] == session.tokenizer.prompt("x", None, system)
 
 
-def test_tokens_are_coloured_after_what_the_model_had_read(models, monkeypatch):
-    """Also where the answer has filled the room of the older turn."""
-    session = load_session(models, "--max-tokens 60 --temperature 0", CHAT_TEMPLATE)
+@parametrize("most", [60, 64])
+def test_tokens_are_coloured_after_what_the_model_had_read(models, monkeypatch, most):
+    """Also where the answer has filled the room of the older turn, and the whole window."""
+    session = load_session(models, f"--max-tokens {most} --temperature 0", CHAT_TEMPLATE)
     session.answer("one")
     session.answer("two")
     read = []
     extend = session.model.decoder.extend
     monkeypatch.setattr(session.model.decoder, "extend", lambda ids: read.extend(ids) or extend(ids))
     chat.print_tokens(session)
-    answer = [0] * 60
+    answer = [0] * most
     assert read == [USER, *b"one", END, ASSISTANT, *answer, END, USER, *b"two", END, ASSISTANT, *answer[1:]]
 
 

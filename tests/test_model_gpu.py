@@ -221,6 +221,18 @@ def test_training_equals_the_reference(card, precision, matmul, optimizer, bar, 
         assert same(before, (model.flat_params, model.m, model.v)) and model.step == reference.step
 
 
+def test_other_weights_empty_the_cache_and_end_what_a_forward_has_left(card):
+    model, _ = models()
+    for change in lambda: model.update(0.1), lambda: model.write(model.flat_params, np.array(model.flat_params)):
+        learn(model, 2, 9)
+        model.decoder.extend([1, 2])
+        model.forward(*batch(2, 9))
+        change()
+        assert model.decoder.position == 0
+        with value_error("backward needs a forward"):
+            model.backward()
+
+
 def test_a_graph_does_what_its_launches_do(insert, monkeypatch):
     """Recorded or not, in any order of threads, alone or on several GPUs: the same bits.  Graphs are kept of a few shapes.
     Gradients of several GPUs are added up once a step."""

@@ -75,6 +75,14 @@ def test_a_signal_to_some_ranks_ends_all_and_the_run_goes_on_with_the_same_bits(
     assert result_of(out) == result_of(untouched(2))
 
 
+def test_ranks_on_gpus_stop_together_when_they_read_numbers():
+    """A signal that only one of them has got comes to all."""
+    trap = ("from runs import as_on_a_gpu; as_on_a_gpu(); train.REPORT_EVERY = 3\n"
+            "if rank: at(train, 'learning_rate', 2, send(15))()")
+    done = start_ranks(2, f"{command('train', 'together')} --save-every 9", trap)
+    assert done.stderr.count("Saved together at step 3") == 1
+
+
 @parametrize("option, trap, words", [
     ("--seed 5", "", "rank 0: the run in train-2 has --seed 0, not 5"),
     ("", "if rank: at(train, 'open_run', 1, lambda: int('x'))()", "rank 1: invalid literal for int")])

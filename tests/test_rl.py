@@ -72,7 +72,10 @@ def test_dpo_prefers_what_was_chosen(tmp_path):
     training.settings.batch_tokens = 8 * T
     model = training.model
     job = rl.dpo_job(training)
-    _, held_out, _ = rl.read_pairs(TOKENIZER, training.settings, T)
+    batches, held_out, _ = rl.read_pairs(TOKENIZER, training.settings, T)
+    steps = [job.batch(step)[0] for step in range(len(batches))]
+    once, learned = [sorted(str(ids.tolist()) for rows in part for ids, _ in rows) for part in (batches, steps)]
+    assert once == learned
 
     def ratios(rows):
         return log_probs(model, rows).reshape(-1, 2) @ [0.3, -0.3]
@@ -132,7 +135,10 @@ def test_what_is_drawn(tuned, monkeypatch):
     def reward(prompt, answer, tokens, ended):
         heard.append((prompt, answer))
         return tokens + 99 * ended
-    draws = [rl.draw_answers(tuned, reward, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
+    with unittest.mock.patch.object(model_cpu, "generate_batch", wraps=model_cpu.generate_batch) as generate:
+        draws = [rl.draw_answers(tuned, reward, asked, seed) for seed in ([5, 1], [5, 1], [5, 2])]
+    sampling = generate.call_args.args[2]
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1, 0, 1)          # from the model's own distribution
     for rows, rewards, texts in draws:
         answers = [ids[mask] for ids, mask in rows]
         assert rewards.tolist() == [(ids < 268).sum() + 99 * (ids[-1] == 271) for ids in answers]

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 from cases import parametrize, read, write
-from runs import JOBS, TEXT, at, finish, kill_before, prepare, read_log, refused, result_of, run, send, start
+from runs import JOBS, TEXT, as_on_a_gpu, at, finish, kill_before, prepare, read_log, refused, result_of, run, send, start
 
 import checkpoint
 import rl           # noqa: F401 (with the other scripts: so each fork has them)
@@ -102,6 +102,38 @@ def test_a_signal_finishes_the_step_and_saves_and_a_second_one_leaves_at_once(ou
     assert [record["step"] for record in read_log(out) if "loss" in record] == [1, 2, 3, 4, 5, 6]
     run(go_on)
     assert result_of(out) == untouched(job)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(out):
+    run(command(out), trap=at(train, "learning_rate", 8, send(signal.SIGTERM)))
+    assert result_of(out) == untouched()
+
+
+def test_a_signal_that_is_ignored_stays_ignored(out):
+    """As SIGHUP is under nohup."""
+    def trap():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        at(train, "learning_rate", 5, send(signal.SIGHUP))()
+    run(command(out), trap=trap)
+    assert result_of(out) == untouched()
+
+
+def test_a_save_that_was_killed_between_its_files_is_finished(out):
+    run(command(out), code=-signal.SIGKILL, trap=at(checkpoint, "mend", 3, send(signal.SIGKILL)))
+    goes_on(out, "at step 3 of 8")
+
+
+def test_the_loop_of_a_gpu_saves_and_evaluates_at_the_same_steps(out):
+    run(command(out), trap=as_on_a_gpu)
+    (log, weights), (expected, expected_weights) = result_of(out), untouched()
+    assert weights == expected_weights and log == expected
+
+
+def test_a_resumed_run_counts_its_seconds_on(half):
+    run(resume(half), trap=lambda: setattr(train.time, "monotonic", lambda: 7.0))
+    lines = (half / "log.jsonl").read_text().splitlines()
+    seconds = [record["seconds"] for record in map(json.loads, lines) if "seconds" in record]
+    assert seconds == sorted(seconds) and seconds[-1] > 0
 
 
 @parametrize("size", [200, 4000, 50_000, 150_000])
@@ -234,6 +266,21 @@ def test_a_run_that_fails_before_it_has_made_a_step_leaves_the_older_one_where_i
     assert result_of(out) == before and not os.path.exists(f"{out}.1")
     assert run(command(out)).stdout.count(f"is now {out}.1") == 1
     assert result_of(out) == untouched() and sorted(os.listdir(out.parent)) == [".out.lock", "out", "out.1"]
+
+
+@parametrize("again, options", [(resume, "--seed 3"), (command, "")])
+def test_a_run_killed_in_its_first_step_is_resumed_or_replaced(out, again, options):
+    """The older run of its name loses the name only then."""
+    run(command(out))
+    before = result_of(out)
+    trap = at(train, "forward_backward", 1, send(signal.SIGKILL))
+    run(f"{command(out)} --seed 3", code=-signal.SIGKILL, trap=trap)
+    assert result_of(out) == before
+    run(again(out))
+    assert result_of(f"{out}.1") == before
+    run(f"{command('fresh')} {options}")
+    assert result_of(out) == result_of("fresh") and sorted(os.listdir(out.parent)) == [".out.lock", "out", "out.1"]
+    shutil.rmtree("fresh")
 
 
 def test_an_evaluation_that_fails_loses_no_step(out):

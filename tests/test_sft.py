@@ -119,6 +119,8 @@ def test_a_run(tuned):
     first, *_, last = [record["val_loss"] for record in read_log("tuned") if "val" in record]
     expected = [mean_nats(model, rows) for model in (base, tuned.model)]
     assert [first, last] == pytest.approx(expected, rel=1e-4)
+    questions = [question for _, [(question, _)] in unseen]
+    assert {title for title, _ in read_log("tuned")[-1]["samples"]} <= {*questions}
 
 
 def test_what_is_learned_is_shown_in_the_form_that_the_base_has_the_tokens_for(tuned):

@@ -271,3 +271,19 @@ def test_on_another_device_only_what_changes_is_noted(out_text):
     training = make_training()
     train.apply_options({"device": "cpu", "threads": 1}, training.settings, CONFIG, None, "out", training.ranks)
     assert out_text().count("note: ") == 1
+
+
+def test_each_rank_takes_its_share_and_a_gpu_of_its_own(monkeypatch):
+    config = train.CONFIGS["small"]
+    assert train.choose_machine({}, "small", config, 2048, SimpleNamespace(size=2, local=1))["micro_batch"] == 8
+    taken = []
+    put(monkeypatch, train.model_gpu, pick=lambda device: train.model_gpu, take_gpu=taken.append)
+    train.take_engine("gpu", train.CONFIGS["big"], SimpleNamespace(local=1))
+    assert taken == [1]
+
+
+def test_a_tokenizer_reads_nothing_that_is_held_out():
+    """Of large texts it reads pieces."""
+    parts = script.tokenizer_sample([("a", 0, 150_400_000), ("b", 0, 600_000)])
+    assert sum(end - start for _, start, end in parts) < 110_000_000
+    assert all(end <= (150_400_000 if path == "a" else 600_000) for path, _, end in parts)
