@@ -320,7 +320,7 @@ def report_damage(replacements, every=17):
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
         rows = [*check_entries(*problem, every), *check_entries(*problem, 200, ROW_WEIGHTS)]
-    rows.sort(key=lambda row: row[3])       # by error: then the larger one of a tensor's two errors is the last below
+    rows.sort(key=lambda row: row[3])       # by error: of a tensor's two rows the worse comes last, the dict keeps that
     wrong = {name: worst for name, _, _, worst, _ in rows if worst > TINY_BAR}
     same_forward = error <= FORWARD_BAR             # not so for a NaN
     if same_forward and not wrong:

@@ -870,7 +870,7 @@ class Model:
         counted (K,): the number of targets of each head that are not masked, in the whole step; by default, in this
         call.  ValueError where head 0 has none at all.
 
-        weights (B,), one for each text: rl.py passes its own, and log_probs ones.  Head 0's loss is then the sum of
+        weights (B,), one for each text: rl.py passes its own, and log_probs np.ones.  Head 0's loss is then the sum of
         w_b (-log p) / counted[0], where counted[0] is a divisor that the caller chooses, at least 1.  The losses of the
         further heads are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
@@ -997,8 +997,8 @@ class Decoder:
     (`generate` shortens it by truncate.  Model.refresh empties it, because other weights give other keys and values.
     chat.print_tokens empties it, too.)
 
-    For many texts: draw_rows, which empties the cache when the windows move.  Then tokens holds those of the first text
-    alone: only their number is used."""
+    For many texts: draw_rows, which empties the cache when the windows move.  With many texts tokens holds the ids of
+    the first alone: only their number is used."""
 
     def __init__(self, model, texts, length):
         c = self.config = model.config
@@ -1179,7 +1179,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     tokens that generate draws for its prompt, at most `most`.  (Matrix products of another shape round differently, so
     in rare cases another token is drawn.)  generate leaves out the id in `stop` that ends a text, and this keeps it.
     sampling.seed: (B,), one for each prompt.
-    progress: None, or called as progress(tokens so far, at most so many) after each token.
+    progress: None, or called as progress(tokens so far, at most so many) after each step, in which each text gets one.
 
     A prompt whose text will not fit the context is drawn alone: each time that its window moves, it is read anew, and
     with it all others of its batch would be.  Where the memory does not hold the caches of a batch, its halves are
@@ -1204,12 +1204,12 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             half = len(rows) // 2
             waiting += [rows[half:], rows[:half]]
             continue
-        going = range(len(rows))                    # the texts whose answers have not ended; all are drawn
+        going = range(len(rows))                    # texts whose answers have not ended (the others are drawn, not kept)
         start = None
         for _ in range(most):
             lengths = list(map(len, texts))
             before = start
-            start = window_start(max(lengths), context)         # of all texts: one whose window moves is alone
+            start = window_start(max(lengths), context)         # 0, unless the batch is one text alone
             windows = [text[start:] for text in texts]
             drawn = decoder.draw_rows(windows, start == before, lengths, own).tolist()
             for text, token in zip(texts, drawn):
@@ -1238,7 +1238,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
 #     after each of them head 0 draws  sat                      on    the   ...
 #     so accepted are                                           sat   on
 #
-# The draft "a" is not accepted, because head 0 drew "the" in its place.  This "the" is new as well.
+# The draft "a" is not accepted, because head 0 drew "the" in its place.  So this call gives "sat", "on" and "the".
 #
 # A draft is drawn with the noise that head 0 will use at its position.  The more alike the probabilities of the
 # two heads are, the more often both draw the same token.

@@ -284,7 +284,7 @@ def dpo_job(training):
           "loss: mean of weight x (-log p) in a step; it may rise, so look at dpo\n"
           "dpo: the loss of the held-out pairs\n"
           "accuracy: the share of them with z > 0 (z = 0, as at first, counts half)\n"
-          "margin: their mean z, beta times what the chosen answer has gained more\n"
+          "margin: their mean z: beta times (the gain of the chosen - that of the rejected answer)\n"
           "chosen, rejected: the mean log-probability of such an answer; both may fall")
 
     def batch(step):

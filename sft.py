@@ -2,7 +2,7 @@
 
     python sft.py                          out/small -> out/small-sft, on conversations made from its text
     python sft.py big --data FILE.json     on instructions: instruction, input, output, or messages
-    python sft.py --base DIR --data FILE   ours, or a plain Llama with the tokens of ChatML (--context N: of its window)
+    python sft.py --base DIR --data FILE   ours, or a plain Llama with ChatML's tokens (--context N: read N at most)
     python sft.py --show 3                 three examples, with what is learned in colour
     python sft.py --resume                 go on with an interrupted run
 

@@ -214,7 +214,8 @@ def learn_merges(words, most_merges):
 
     Why it is fast: for a row of n bytes `positions` has fewer than n entries at first.  Wherever two ids merge, it gets
     at most two more, and the row loses an id: so that happens fewer than n times.  All merges together thus visit fewer
-    than 3n positions.  A visit costs a few steps and at most two new entries of the heap."""
+    than 3n positions.  A visit costs a few steps and at most four entries of the heap: those of two new pairs, and of
+    two older ones whose counts fall."""
     # arrays ("i": 32 bits each, "q": 64), because lists take three to four times the memory
     token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -254,8 +255,8 @@ def learn_merges(words, most_merges):
         for p_left in positions.pop(pair):
             p_right = after[p_left]
             if token[p_left] != left or token[p_right] != right:
-                # An earlier merge took one of the two; or, as in "aaa" for (a, a), the merge at position 0 took the a
-                # at position 1, where the pair stood as well
+                # An earlier merge took one of the two.  Or this one did: in "aaa" the pair (a, a) stands at 0 and at 1.
+                # The merge at 0 takes the a at 1, so the visit at 1 is skipped
                 continue
             p_before = before[p_left]
             p_after = after[p_right]
@@ -295,9 +296,10 @@ def encode_word(ids, rank_of, made_by):
     made_by: made_by[rank] is the id that this merge makes.
 
     The heap holds (rank, place) of each pair that may merge; ranks[place] is the true rank of the pair that begins
-    there, None if it does not merge.  A merge leaves its id at the left place, and None at the right one.  So a word of
-    n bytes takes about n log n steps, also one of a million bytes without a space.  (A run of None is the rest of one
-    token.  So a loop skips at most the bytes of one token.)"""
+    there, None if it does not merge.  A merge leaves its id at the left place, and None at the right one.  There are
+    fewer than n merges, each pushes at most two entries, and a push takes log n steps.  So a word of n bytes takes
+    about n log n steps, also one of a million bytes without a space.  (A run of None is the rest of one token.  So a
+    loop skips at most the bytes of one token.)"""
     get = rank_of.get
     ranks = list(map(get, pairwise(ids)))
     heap = [(rank, place) for place, rank in enumerate(ranks) if rank is not None]
@@ -376,7 +378,7 @@ TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
 
 class Tokenizer:
     """tokens    a list of bytes: tokens[id] is what the id stands for, b"" where it is unused
-    merges    {(left id, right id): the id that they make}, in the order learned (sections 1 and 3 have the pairs alone)
+    merges    {(left id, right id): the id that they make}, in the order learned (learn_merges gives the pairs alone)
     special   {name: id}
     digits    whether each digit is a word
 
@@ -640,8 +642,8 @@ def encode_chunk(encoder, boundary, *chunk):
 
 def find_cut(window):
     """Where a file may be cut: an offset into these bytes of it.  The ids of the two sides, one after the other, are
-    the ids of the whole (except at the last resort below; encode_files leaves out a second <|endoftext|>).  The cut is
-    at the first place that is
+    the ids of the whole (except at the last resort below; a cut behind a separator gives its id twice, of which
+    encode_files leaves one out).  The cut is at the first place that is
 
         before white space, behind any other character but ">", which may end a separator,
         or behind a separator and its line ends.

@@ -15,8 +15,8 @@ A row is a pair (ids, mask).  ids are the tokens that the model reads, and mask 
 predict.  A row can be a window of a text, a conversation, an answer that the model has drawn, or a sentence.  A step
 learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
-A run is a folder.  A new run first writes its checkpoint of step 0.  Then every run, new or old, is opened from its
-folder and goes on from the checkpoint that is there.
+A run is a folder.  A new run first writes its checkpoint of step 0, into a hidden folder that gets its name after the
+first steps.  Then every run, new or old, is opened from its folder and goes on from the checkpoint that is there.
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -207,7 +207,7 @@ def train(training, job, stop):
                           numbers are read                              stopped, after a signal
         a CPU             after every step                              after this step
         a GPU             every tenth step, before a save or a stop     after this step
-        several ranks     as their device                               when they read numbers, and tell each other
+        several ranks     as on one CPU or GPU                          when they read numbers, and tell each other
 
     (Ranks are several processes that train one model: script.py, section 5.  Mostly there is one.)"""
     np.seterr(all="ignore")     # report looks for numbers that are not finite
