@@ -1204,7 +1204,7 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             half = len(rows) // 2
             waiting += [rows[half:], rows[:half]]
             continue
-        going = range(len(rows))                    # texts whose answers have not ended (the others are drawn, not kept)
+        going = range(len(rows))                   # texts whose answers have not ended (the others are drawn, not kept)
         start = None
         for _ in range(most):
             lengths = list(map(len, texts))
