@@ -437,8 +437,8 @@ DEFAULTS = {
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
 # A run without --steps ends after so many epochs at most.  With four `big` takes ten minutes.  After eight its loss is
-# 0.02 lower, and 0.05 lower with --decay 0.5; more hardly help (docs/results.md).  Small gains nothing by a ninth epoch
-# (tried with 0.3 MB of text).
+# 0.02 lower, and 0.05 lower with --decay 0.5; more hardly help (docs/results.md).  Small gains nothing by more than
+# eight (twelve were tried, with 0.3 MB of text).
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -459,7 +459,7 @@ class Settings:
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
-    batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step, a multiple of the context")
+    batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step (sft.py, DPO: at most; REINFORCE: context x answers)")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     eval_every: int = setting(whole_number(1), "steps from one evaluation to the next")
@@ -523,8 +523,8 @@ def parse_run_options(parser, argv, sizes, data):
         help="the run's folder (default out/PRESET; of a base out/BASE-more, sft.py: -sft, rl.py: -rl)")
     add("--resume", action="store_true", help="go on with the run in --out")
     for name in sizes:
-        add(option_of(name), type=whole_number(1, 1 << 20), help="of a new model (default: the preset's); a base "
-            "has its sizes, but --context may be less")
+        add(option_of(name), type=whole_number(1, 1 << 20), help="default: the preset's, or the base's; of a base only "
+            "--context may be less")
     for field in dataclasses.fields(Settings):
         if field.metadata:
             add(option_of(field.name), **field.metadata)
