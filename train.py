@@ -459,7 +459,7 @@ class Settings:
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
-    batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step (sft.py, DPO: at most; REINFORCE: context x answers)")
+    batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step (sft.py, DPO: at most; REINFORCE: see rl.py)")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
     eval_every: int = setting(whole_number(1), "steps from one evaluation to the next")
