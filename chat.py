@@ -56,8 +56,8 @@ class Session:
 
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
-        system text is put before the first of them, so it stays when old turns are dropped.  (A very long answer moves
-        the window past the system text.)"""
+        system text is put before the first of them, so it stays when old turns are dropped.  (It is lost only while one
+        answer grows longer than the window.)"""
         if not self.chat_form:
             text, answer = self.turns[0]                    # an empty text: the model begins after an end-of-text token
             return (self.tokenizer.encode(text) or [self.stop]) + answer
@@ -78,7 +78,7 @@ class Session:
         there."""
         text, answer = self.turns[-1]
         ids = self.ids()
-        self.asked = ids[:len(ids) - len(answer)]       # what the model has read before the answer, for print_tokens
+        self.asked = ids[:len(ids) - len(answer)]       # what the model reads before the answer; print_tokens needs it
         if not answer:
             if len(ids) >= self.room:
                 print(f"note: the model reads {self.room} tokens at most here; of a longer text it reads the end.",
@@ -95,7 +95,7 @@ class Session:
         for token in stream:
             answer.append(token)
             yield self.tokenizer.tokens[token]
-        # Fewer tokens than there may be: the model has drawn a special one, which generate does not yield
+        # It stopped before max_tokens: the model has drawn a special token, which generate does not yield
         if len(answer) - before < settings.max_tokens:
             answer.append(self.stop)
 
@@ -125,9 +125,9 @@ COLOURS = (0.5, 32), (0.1, 36), (0.01, 33), (0.0, 31)
 
 def print_tokens(session):
     """Print the last answer, each token in the colour of the probability that the model gave it, at temperature 1 and
-    among all tokens.  The text is read once more for that.  (Of a text longer than the window only the last window is
-    printed.  When the window was full, it moved on by a half.  So the tokens of its first half were drawn with more
-    text before them than is read here, and their colours are only about right.)"""
+    among all tokens.  The text is read once more for that.  Of a text longer than the window only the last window is
+    read and printed.  (Its first tokens were drawn with more text before them, so their colours are only about right.)
+    """
     if not session.turns or not session.turns[-1][1]:
         return                      # there is no answer yet
     _, answer = session.turns[-1]
@@ -227,7 +227,7 @@ def parse_arguments(argv):
     add("--top-k", type=whole_number(0), default=50,
         help="draw among the k likeliest tokens; 0: among all (default 50)")
     add("--top-p", type=bounded(float, 0.001, 1), default=1.0,
-        help="draw among the likeliest tokens of this probability together (default 1: all)")
+        help="draw among the likeliest tokens whose probabilities add up to this (default 1: all)")
     add("--seed", type=NUMBERS["seed"], help="the same seed gives the same text; default: another text every time")
     add("--speculation", action=argparse.BooleanOptionalAction,
         help="guess ahead with all further heads, or with none: the text is the same (on a CPU up to rounding), the "
@@ -243,7 +243,7 @@ def main(argv):
     # a byte order mark is left out; bytes that are not UTF-8 reach the tokenizer as they are; "\r\n" ends a line, too
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     folder = args.model or newest_checkpoint()
-    # the lens needs the output of every layer, and only model_cpu.py keeps that
+    # the lens reads the output of every layer where model_cpu.py keeps it (layer_logits)
     engine = model_gpu.pick(args.device if args.lens is None else "cpu")
     options = {"training": False}
     if engine is model_cpu:

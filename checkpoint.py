@@ -55,8 +55,8 @@ STATE = "train_state.safetensors"
 # ------------------------------------------------------------------------------------------------------------
 # A .safetensors file is 8 bytes (the length of the header, little-endian), a JSON header
 # {name: {dtype, shape, data_offsets}}, and the raw bytes of the tensors.  The headers that we write have one
-# more entry, "__metadata__", with the step and a CRC32 of the whole file.  The CRC32 stands inside the file
-# that it covers, so it is computed with eight zeros in its place.
+# more entry, "__metadata__", with the step and a CRC32 of the whole file.  The CRC32 is a part of this file.  So it is
+# computed of the file with "00000000" in its place, and then written there.
 NO_CRC = b'"crc32":"00000000"'
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}      # NumPy has no bf16
 
@@ -102,7 +102,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        # A file of ours has both keys.  If a damaged byte has spoiled the name of one, the other says that it is ours
+        # A file of ours has both keys.  Each alone shows that it is ours, so one damaged name does not hide that
         if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:
@@ -202,8 +202,8 @@ def read_config(folder, context=None):
     keys = read_json(path)
     with refusing(f"{path} cannot be used"):
         keys = {key: value for key, value in keys.items() if value is not None}
-        # rope_theta stands at the top, or in rope_scaling, or in rope_parameters.  As in transformers, the values of
-        # rope_scaling (if it is missing: of rope_parameters) replace those at the top.
+        # rope_theta may stand at the top of the file, or in rope_scaling, or in rope_parameters.  As in transformers,
+        # rope_scaling counts first, then (without it) rope_parameters, then the top.
         keys.update(keys.get("rope_scaling") or keys.get("rope_parameters", {}))
         keys.setdefault("rope_type", keys.get("type", "default"))
         sizes = {ours: keys[theirs] for theirs, ours in LLAMA_SIZES.items()}
@@ -237,6 +237,9 @@ def read_config(folder, context=None):
 #     2. the new train_state.safetensors replaces the old one: from this moment on the save counts
 #     3. `mend` renames the weights to model.safetensors
 #
+# If the process is killed before step 2, the folder holds the old save.  If it is killed after step 2, `mend` does
+# step 3 when the run is resumed.  (chat.py does not mend: it reads the old weights.)
+#
 # What else may stand in or beside a folder OUT:
 #
 #     FILE.N.new                  process N is writing FILE
@@ -244,9 +247,6 @@ def read_config(folder, context=None):
 #     .OUT.begun                  a run of which no step has been logged
 #     .OUT.lock                   is held while a run works in OUT
 #     OUT.1                       an older run
-#
-# If the process is killed before step 2, the folder holds the old save.  If it is killed after step 2, `mend` does
-# step 3 when the run is resumed.  (chat.py does not mend: it reads the old weights.)
 def save(folder, model, tokenizer, state, chat=False):
     """Write the checkpoint folder.  state: a dict, of values that JSON has, which read_state() returns; chat: whether
     the model was fine-tuned to answer, in the tokenizer's template or in ours.
@@ -327,6 +327,7 @@ def load(folder, engine, options=None, context=None):
     tensors, metadata = read_weights(folder)
     for key in "tokenizer", "config":
         saved = f"{folder}/{key}.json"
+        # None: others wrote the weights, without checksums of these two files
         require(metadata.get(key) in (None, checksum(saved)),
                 f"{saved} is not as it was saved with this model.")
     model = engine.Model(config, seed=None, **(options or {}))
@@ -367,7 +368,8 @@ def lock_folder(out):
     os.makedirs(parent, exist_ok=True)
     try:
         if fcntl:
-            # The system takes this lock back, however the process ends.  The file is never closed.
+            # The system takes this lock back, however the process ends.  Until then the file stays open: that is the
+            # lock
             fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
             # The file is the lock: "x" asks for a new one.  A process that is killed leaves it: then delete it.

@@ -106,7 +106,7 @@ curl_below() {
 }
 
 # get URL FILE LEAST MOST KIND: make FILE from URL, unless it is there.  It has LEAST to MOST bytes, where
-# MOST is a few times what is expected, and is of one of section 3's kinds.
+# MOST is far above what is expected, and is of one of section 3's kinds.
 #
 # There are two sorts of trouble.  An answer that is not what was asked for concerns this one file: the
 # function returns 1, with a sentence in $problem.  A network that is gone, a full disk, or a server that

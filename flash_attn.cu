@@ -175,7 +175,7 @@ __device__ void turn_back(float2& x1, float2& x2, Floats angle) {
 // The forward as the formulas above have it, key by key. Each thread owns one query: its O, m and l are
 // registers. For each multiplication it loads a number of a key and one of the query, or one of a value, and that is
 // what makes it slow: in the kernels below a number that was loaded serves several multiplications of a thread.
-// Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test compares it with section 1.
+// Grid (H, B, ceil(T / 128)); 128 threads. No model calls it: a test compares it with model_cpu.py.
 KERNEL __launch_bounds__(THREADS)
 flash_forward_plain(float* out, float* lse, Floats qkv, int T, int H, int G) {
     Place at = own_place(T, H, G);

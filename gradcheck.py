@@ -17,18 +17,18 @@ one takes four values (f^(5) is the fifth derivative):
 To see it, write the four as Taylor series about w.  With the factors 1, -8, 8 and -1 the terms in h^0, h^2, h^3 and h^4
 cancel.
 
-(With f(w), whose factor is 0, it is called the formula of five points.  The simple one has three.)  Why five?  There
-are two errors.  The formula's own error falls with h: as h^4 with five points, as h^2 with three.  The rounding of f is
-about 1e-16 of f.  It is divided by h, so it grows as h falls.  The best h is where the two errors are about equal.
-Measured on the first tiny model, worst of all 4,944 entries:
+It is called the five-point formula (the fifth point is w, with the factor 0); the usual quotient has three points.
+Why five?  There are two errors.  The formula's own error falls with h: as h^4 with five points, as h^2 with three.  The
+rounding of f is about 1e-16 of f.  It is divided by h, so it grows as h falls.  The best h is where the two errors are
+about equal.  Measured on the first tiny model, worst of all 4,944 entries:
 
     h               5e-6      1e-5      1e-4      2e-4      1e-3
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
     three points    1.3e-09   1.6e-09   1.6e-07   6.5e-07   1.6e-05
 
-Why float64?  float32 rounds f at 1e-7, and the best h, about 0.013, then gives about 1e-4 on this model.  A wrong term
-below that, such as RMSNorm's eps in the wrong place (1.2e-5), would pass.  The formulas are the same in either
-precision.  So what is proven in float64 holds in float32, where training runs, up to rounding.
+Why float64?  float32 rounds f at 1e-7.  The best h, about 0.013 when tried, then gives about 1e-4 on this model.  A
+wrong term below that, such as RMSNorm's eps in the wrong place (1.2e-5), would pass.  The formulas are the same in
+either precision.  So what is proven in float64 holds in float32, where training runs, up to rounding.
 
 The error |by hand - numeric| of an entry is divided by the largest gradient of its tensor.  Why is it not divided by
 the entry?  The difference quotient has about the same rounding error for every entry.  So an entry that happens to be
@@ -42,14 +42,15 @@ the backward computes from it (rope_sign).  If the gradient of a weight is wrong
 
 Why are the weights large?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
 usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
-far smaller than that of v (in TINY 240 to 440 times).  The three share a tensor, so an error in q or k would weigh
-so many times less.  (--gpu has the usual weights.  On a GPU tests/test_on_gpu.py checks attention's
-gradients by themselves.)
+far smaller than that of v, in TINY 240 to 440 times.  The three share a tensor, and its largest gradient is one of v.
+So an error in q or k would hide behind it.  (--gpu has the usual weights.  On a GPU tests/test_on_gpu.py checks
+attention's gradients by themselves.)
 
 What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
 Examples are RoPE on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one.  f is a different
-function then, and its slopes agree.  So the forward is compared with two others that share no code with it:
-forward_plain of model_cpu, and plain_losses below, which computes the loss token by token in loops.  If the author
+function then, and its slopes agree.  So the forward is compared with two others, which share no layer with it:
+forward_plain of model_cpu, and plain_losses below, which computes the loss token by token in loops.  (Both end with
+single heads.  What each head weighs in the total loss, Config.head_weights, tests/test_train.py checks.)  If the author
 has misunderstood the model itself, all three agree and are wrong.  Only code of other people can show that: PyTorch
 and Hugging Face's Llama, in tests/peers.
 
@@ -77,8 +78,8 @@ TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, hidden=24, contex
 TIED = replace(TINY, layers=1, predict=1, tied=True)        # as other people's models are
 ROW_WEIGHTS = [1.5, -0.5]    # a weight for each row in the loss: one text becomes more probable, the other less (rl.py)
 TINY_STEP = 2e-4         # h: the best of the table above
-# A bar is the largest error that passes.  The code has 6.3e-11.  Some of the planted bugs spoil slopes: the mildest of
-# these, norm_eps, gives an error of 1.2e-5.  (The others spoil only the forward.)
+# A bar is the largest error that passes.  The right code has 6.3e-11.  Of the planted bugs that spoil slopes the
+# mildest, norm_eps, gives 1.2e-5.  (The other bugs spoil only the forward.)
 TINY_BAR = 1e-8
 FORWARD_BAR = 1e-12      # of the forward's distance from forward_plain and plain_losses: it is 2.4e-15
 
@@ -116,7 +117,7 @@ def make_problem(config, T, std=None):
     targets = rng.integers(0, config.vocab, (2, T + config.predict - 1))
     tokens[:, 5] = tokens[:, 1]         # a token that occurs twice
     targets[0, ::7] = -1                # masked targets
-    targets[1, 2:9] = -1                # head 2 reads targets 2 to 8 if T is 7: in this row it has nothing to learn
+    targets[1, 2:9] = -1                # with T = 7 head 2 reads targets 2 to 8: in this row it has nothing to learn
     return model, tokens, targets
 
 
@@ -144,7 +145,8 @@ def check_entries(model, tokens, targets, every=1, row_weights=None):
         weight = model.params[name].flat                        # a view of one axis
         numeric = [slope(loss, weight, i, TINY_STEP) for i in entries]
         by_hand = gradient.flat
-        # float_info.min is tiny: nothing is divided by 0, and where a whole tensor is 0 by mistake, its errors are huge
+        # float_info.min is above 0, but tiny.  If by_hand is 0 by mistake in a whole tensor, the errors are huge; if it
+        # is right, and numeric is 0, too, they are 0
         errors = np.abs(by_hand[entries] - numeric) / (abs(by_hand[largest]) + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf                       # NaN > bar is False: it would pass
         worst = np.argmax(errors)
@@ -174,8 +176,9 @@ def plain_losses(w, config, tokens, targets):
             for i, past in enumerate(layers):
                 parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)        # (H+2G,D)
                 # RoPE, for q and k alone: entries j and j + D/2 of a head are one complex number.  Position t turns it
-                # by the angle t theta^(-2j/D).  Let a + ib be such a number of q, and c + id one of k.  Their part of
-                # q . k is ac + bd, the real part of conj(c + id) (a + ib).  So q . k is the real part of vdot(k, q)
+                # by the angle t theta^(-2j/D).  Why is q . k then the real part of vdot(k, q)?  Let a + ib be a number
+                # of q, and c + id the one of k beside it.  conj(c + id) (a + ib) has the real part ac + bd, which is
+                # what the two pairs add to q . k.  np.vdot takes the conjugates of its first argument, and adds up
                 a, b = np.split(parts[:-G], 2, axis=1)
                 turned = (a + 1j * b) * np.exp(1j * t * frequency)          # (H+G,D/2)
                 past.append((turned[H:], parts[-G:]))
@@ -204,13 +207,14 @@ def forward_error(model, tokens, targets):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Known bugs: name -> (one edit or several, and last the mistake in one sentence).  The edit
-# "rope_backward: -sin -> sin" puts sin in place of -sin in the source of the function rope_backward.  (Where an edit
-# puts in `return;`, what is left of the function behind it is not run.)
+# Known bugs: name -> (one edit or several, and last the mistake in one sentence).  An edit is "FUNCTION: OLD -> NEW".
+# For example "rope_backward: -sin -> sin" makes of the line rope_forward(dx, cos, -sin) in the function rope_backward
+# the line rope_forward(dx, cos, sin).  (Where an edit puts in `return;`, what is left of the function behind it is not
+# run.)
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
-    # First the bugs that leave the forward as it is.  (micro_divisor changes it only where a batch is cut into
-    # micro-batches.)  Only the slopes can show them.
+    # First the bugs that leave the forward of a whole batch as it is, if its rows have no weights.  Only the slopes can
+    # show them.
     "rope_sign": ("rope_backward: -sin -> sin",
         "The backward turns the gradient by the same angle again, instead of back."),
     "group_not_summed": ("attention_backward: .sum(axis=2, keepdims=True) -> [:, :, -1:]",
@@ -320,7 +324,8 @@ def report_damage(replacements, every=17):
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)
         rows = [*check_entries(*problem, every), *check_entries(*problem, 200, ROW_WEIGHTS)]
-    rows.sort(key=lambda row: row[3])       # by error: of a tensor's two rows the worse comes last, the dict keeps that
+    # by error: of a tensor's two rows the worse one comes later, and a dict keeps what comes last
+    rows.sort(key=lambda row: row[3])
     wrong = {name: worst for name, _, _, worst, _ in rows if worst > TINY_BAR}
     same_forward = error <= FORWARD_BAR             # not so for a NaN
     if same_forward and not wrong:
@@ -350,8 +355,9 @@ def run_breaks(names):
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The GPU engine against model_cpu in float64; it can wait until model_gpu.py.  Finite differences would drown in fp32's
-# rounding.  But the reference's gradients are proven by now, so the GPU's are compared with them, tensor by tensor.
+# The GPU engine against model_cpu in float64; it can wait until model_gpu.py.  With fp32's rounding finite differences
+# see no error below 1e-4.  But the reference's gradients are proven by now, so the GPU's are compared with them, tensor
+# by tensor.
 # ------------------------------------------------------------------------------------------------------------
 GPU_CONFIG = replace(CONFIGS["big"], layers=4)
 # precision -> (bar of the logits and of the whole gradient, bar of the losses).  The gradient of a single tensor may be

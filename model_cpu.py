@@ -5,7 +5,7 @@ turns a text into predictions in 35 lines.  The rest does the same for many text
 gradients.
 
     1. Config, param_table, forward_plain     sizes, weights, the forward as formulas
-    2. Arrays, work_table                     names and shapes of all that a step computes in (skip it at first)
+    2. Arrays, work_table                     names and shapes of a step's arrays (skip it at first)
     3. NAME_forward / NAME_backward           every layer as a pair: what it computes, and its derivative
     4. cross-entropy, AdamW, Muon             the loss and the optimizers
     5. Model, Decoder                         the pairs in order: forward, backward, update; the KV cache
@@ -21,7 +21,7 @@ Letters, here and in the CUDA code, and in the other files unless they say other
     B batch        T time (positions)    C model width (dim)       L layers             N = B*T tokens
     H query heads  G key/value heads     D = C/H head width        R = H/G              F feed-forward width
     V vocabulary   K prediction heads: head k predicts token t+1+k of the text from position t
-    S scores of attention                P probabilities of attention
+    S scores of attention                P probabilities of attention           (both from section 3 on)
     J keys that T queries read: J = T in training; J > T if a KV cache holds earlier ones
 
 model_gpu.py has the same layers and the same Model, and is checked against this file.  gradcheck.py checks this
@@ -72,9 +72,9 @@ class Config:
     hidden: int = None          # F; None: 8C/3 rounded up to a multiple of 8, so that SwiGLU's three matrices
                                 # cost as much as the two of a plain 4C feed-forward layer (Shazeer 2020)
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
-    rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2i/D)
+    rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2d/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # for config.json alone: the largest T of a loaded model; --context may be less
+    positions: int = None       # the largest T of a loaded model, kept to write it back into its config.json
 
     def __post_init__(self):
         if self.hidden is None:
@@ -104,8 +104,8 @@ def param_table(config):
     """[(name, shape), ...] of all weights.  A matrix is (out, in), row by row: it maps x (T, in) to x @ W.T (T, out).
     (embed is (V,C), and its rows are looked up.)
 
-    In memory all weights lie one after the other in this order.  The gains of the norms come last, as the only ones
-    that do not decay (update_table)."""
+    In memory all weights lie one after the other in this order.  The gains of the norms come last, because they alone
+    do not decay (update_table)."""
     C = config.dim
     table = [("embed", (config.vocab, C))]
     gains = []
@@ -128,16 +128,16 @@ def forward_plain(w, config, tokens):
     H = config.heads
     G = config.kv_heads
     D = config.head_dim
-    angle = np.outer(np.arange(T), config.rope_theta ** (-2 * np.arange(D // 2) / D))       # (T,D/2): t theta^(-2i/D)
+    angle = np.outer(np.arange(T), config.rope_theta ** (-2 * np.arange(D // 2) / D))       # (T,D/2): t theta^(-2d/D)
     cos = np.cos(angle)
     sin = np.sin(angle)
 
     def rmsnorm(x, gain):                                                           # (T,C) -> (T,C)
         return x / np.sqrt(np.mean(x ** 2, axis=1, keepdims=True) + config.norm_eps) * gain
 
-    def rope(x):    # (T,D) -> (T,D): rotates the pair (x_i, x_{i+D/2}) at position t by angle[t, i] (why: rope_forward)
+    def rope(x):    # (T,D) -> (T,D): rotates the pair (x_d, x_{d+D/2}) at position t by angle[t, d] (see rope_forward)
         x1, x2 = np.split(x, 2, axis=1)
-        return np.hstack([x1 * cos - x2 * sin, x2 * cos + x1 * sin])
+        return np.hstack([x1 * cos - x2 * sin, x2 * cos + x1 * sin])    # scores then depend on distances alone
 
     x = w["embed"][tokens]                                                          # (T,C)
     for i in range(config.layers):
@@ -146,8 +146,8 @@ def forward_plain(w, config, tokens):
         y = []
         for head in range(H):
             group = head // (H // G)                        # this query head reads the group's key and value head
-            S = rope(qkv[head]) @ rope(qkv[H + group]).T / np.sqrt(D)               # (T,T): query t, key s
-            e = np.tril(np.exp(S))              # the mask: 0 where s > t.  (See attend, for scores that overflow)
+            S = rope(qkv[head]) @ rope(qkv[H + group]).T / np.sqrt(D)               # (T,T): S[i, j]: query i, key j
+            e = np.tril(np.exp(S))              # the mask: 0 where j > i.  (See attend, for scores that overflow)
             P = e / e.sum(axis=1, keepdims=True)                                    # (T,T): softmax of each row
             y.append(P @ qkv[H + G + group])                                        # (T,D)
         x = x + np.hstack(y) @ w[f"layers.{i}.out"].T                               # (T,C)
@@ -260,7 +260,7 @@ def work_table(config, B, T):
 # several micro-batches (the pieces of a batch that is too large for the memory), and a tied matrix is used twice.
 #
 # In code dNAME is d loss / d NAME.  A backward is the chain rule.  It gets the slope of the loss for each output, dout,
-# and returns that for each input:
+# and computes that for each input:
 #
 #     dx_i = sum over the outputs o of  dout_o ∂out_o/∂x_i
 #
@@ -305,17 +305,18 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 # Derivation, for one row (n dropped), with xhat = x * rstd and r = rstd:
 #     out_i = xhat_i gain_i                  =>  dgain_i += dout_i xhat_i  (summed over rows)
 #                                                dxhat_i  = dout_i gain_i
-#     xhat_i = x_i r, and r = (mean_j x_j^2 + eps)^(-1/2) depends on every x_j ([i == j] is 1 if i = j, else 0):
+#     xhat_i = x_i r, and r = (mean_j x_j^2 + eps)^(-1/2) depends on every x_j:
 #                                                ∂r/∂x_j  = -1/2 (mean_j x_j^2 + eps)^(-3/2) (2 x_j / C)
 #                                                         = -r^3 x_j / C = -r^2 xhat_j / C
 #                                                ∂xhat_i/∂x_j = [i == j] r + x_i ∂r/∂x_j
+#                                                               ([i == j]: 1 if i = j, else 0)
 #     dx_j = sum_i dxhat_i ∂xhat_i/∂x_j
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
 #          = r dxhat_j - r xhat_j (1/C) sum_i dxhat_i xhat_i
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
-# The second term is a projection, the part of r dxhat that points along x.  RMSNorm discards the length of x, so moving
-# x along itself does not change the output: this term removes that part.  (Exactly, if eps is 0: then the mean square
-# of xhat is 1.)
+# The second term is a projection, the part of r dxhat that points along x: the part of a vector d along xhat is
+# xhat (d . xhat) / |xhat|^2, and |xhat|^2 = C.  (That is exact if eps is 0: then the mean square of xhat is 1.)
+# RMSNorm discards the length of x, so moving x along itself does not change the output: this term removes that part.
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
@@ -342,13 +343,15 @@ def linear_backward(dx, dw, dout, x, w):
     dw += dout.T @ x
 
 
-# RoPE (RoFormer, Su et al. 2021) rotates each pair (x1, x2) = (x_i, x_{i+D/2}) of a head by the angle t theta^(-2i/D):
+# RoPE (RoFormer, Su et al. 2021) rotates each pair (x1, x2) = (x_d, x_{d+D/2}) of a head by the angle t theta^(-2d/D),
+# where t is the position:
 #
 #     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 #
-# With M_t for the rotation at position t,  (M_t q).(M_s k) = q.(M_t^T M_s) k = q.M_(s-t) k:  so a score depends
-# on the positions t and s only through their distance s - t.  The layout, first half and second half of the head, is
-# that of Hugging Face's Llama.
+# Let M_t be this rotation.  Its transpose is its inverse, the rotation back: M_t^T = M_(-t).  So the score of a query
+# at position i and a key at position j is  (M_i q).(M_j k) = q.(M_i^T M_j k) = q.(M_(j-i) k):  it depends on the
+# positions only through their distance.  The layout, first half and second half of the head, is that of Hugging Face's
+# Llama.
 def rope_forward(x, cos, sin):
     """Rotate, in place, every head of x (B,T,heads,D).  cos, sin (T,1,D): see rope_table.
 
@@ -359,8 +362,8 @@ def rope_forward(x, cos, sin):
     x += swapped
 
 
-# Forward: y = M x for each pair, M = [[cos, -sin], [sin, cos]].  So dx = M^T dy.  M is a rotation: its
-# transpose is its inverse, the rotation by the negative angle, which is the forward with -sin.
+# Forward: y = M x for each pair, M = [[cos, -sin], [sin, cos]].  So dx = M^T dy.  M^T is the rotation by the negative
+# angle (see above), which is the forward with -sin.
 def rope_backward(dx, cos, sin):
     """In place on dx (B,T,heads,D)."""
     rope_forward(dx, cos, -sin)
@@ -385,7 +388,7 @@ def rope_table(config, dtype):
 # broadcasting over R is all that grouped-query attention needs.
 def by_group(x, config):
     """View (B,G,R,T,D) of x (B,T,heads*D), R = heads / G: the heads group by group."""
-    # (B,T,G*R*D) -> (B,T,G,R,D) -> (B,G,R,T,D)
+    # (B,T,G*R*D) -> (B,T,G,R,D), which are the axes 0 to 4 -> (B,G,R,T,D)
     return x.reshape(*x.shape[:2], config.kv_heads, -1, config.head_dim).transpose(0, 2, 3, 1, 4)
 
 
@@ -403,17 +406,18 @@ def rotated_part(qkv, config):
 
 def causal_mask(T, J, dtype):
     """(T,J), added to the scores: -inf where a key is later than its query, else 0.  The queries are the last T of J
-    tokens.  For example T = 2, J = 4: [0 0 0 -inf], [0 0 0 0].
+    tokens.  So query i is token i + J - T, and key j is too late if j > i + J - T.  For example T = 2, J = 4:
+    [0 0 0 -inf], [0 0 0 0].
 
-    It is made in attention_forward and, for new tokens, in Decoder._attention.  The other paths: forward_plain has its
-    own line; flash_attn.cu loops up to the query (section 0), or compares positions (section 1; mask_future in section
-    2).  Decoding a few tokens on a GPU, and gradcheck.plain_losses, read only the keys up to the token itself, so they
-    need no mask."""
+    Where else is the mask?  It is made here for attention_forward and, for new tokens, for Decoder._attention.
+    forward_plain has its own line; flash_attn.cu loops up to the query (section 0), or compares positions (section 1;
+    mask_future in section 2).  Decoding a few tokens on a GPU, and gradcheck.plain_losses, read only the keys up to the
+    token itself, so they need no mask."""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
 def attend(out, P, q, k, v, mask):
-    """Attention (Vaswani et al. 2017) of T queries i to J keys j (t and s in forward_plain).  Token i takes the share
+    """Attention (Vaswani et al. 2017) of T queries i to J keys j.  Token i takes the share
     P_ij of the value of token j.  The share is large where the query of i fits the key of j.  A score is a sum of D
     products.  With random signs its size is about sqrt(D).  Divided by that it stays about 1: with large scores a token
     would take one value alone.  Per head, with scale = 1/sqrt(D):
@@ -444,17 +448,19 @@ def attention_forward(out, P, qkv, config):
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
 #     P_i = softmax(S_i):                log P_ij = S_ij - log sum_l exp(S_il), so
 #                                        ∂P_ij/∂S_il = P_ij ∂(log P_ij)/∂S_il = P_ij ([j == l] - P_il), so
-#                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il = P_il (dP_il - delta_i)
+#                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il
+#                                              = sum_j dP_ij P_ij [j == l] - sum_j dP_ij P_ij P_il
+#                                              = P_il (dP_il - delta_i)
 #                                        with delta_i = sum_j P_ij dP_ij
 #                                                     = sum_j P_ij (dO_i . v_j) = dO_i . (sum_j P_ij v_j)
-#                                                     = dO_i . O_i:  D products in place of J, so cheaper
+#                                                     = dO_i . O_i:  a sum of D products, not of J, so cheaper
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # The mask needs no line here: where it is -inf, P is 0, and so is dS.
 # GQA: the R query heads of a group read one k and one v, so dk and dv are summed over the group.
 def attention_backward(dqkv, dout, out, P, qkv, config, dS):
     """Writes dqkv (B,T,(H+2G)D), the gradient of v and of the rotated q and k.  dout, out: (B,T,H*D).  dS: an array
-    like P to compute in; it holds dP first, then dS."""
+    like P to compute in; it holds dP first, then dS (a second array of this size would cost memory and time)."""
     q, k, v = split_heads(qkv, config)
     dq, dk, dv = split_heads(dqkv, config)
     out = by_group(out, config)                                                     # (B,G,R,T,D)
@@ -493,7 +499,8 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    # silu lies in dgate's memory for a while: the last line reads it, and only then writes dgate there
+    # Until the last line silu lies in the memory of dgate.  NumPy computes that line's second factor, which needs silu,
+    # before it writes dgate there
     silu = np.multiply(gate, sigmoid, out=dgate)
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
@@ -507,8 +514,8 @@ def block_forward(x, w, saved, shared, config, rope, attention):
         n = rmsnorm(x)        x = x + (silu(n @ gate.T) * (n @ up.T)) @ down.T
 
     w: this layer's weights.  saved: this layer's arrays of work_table; shared: the arrays that all layers use in turn.
-    (All three are Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions.  attention:
-    attention_forward, or a Decoder's."""
+    (All three are Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions, from which T is
+    taken.  attention: attention_forward, or a Decoder's."""
     T = rope.shape[1]                                                             # it has one entry for each position
     shape = len(x) // T, T, -1                                                    # (B,T,width)
     increment = shared.increment                                                  # (N,C)
@@ -600,13 +607,15 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     exp_sum   (N,K)    sum over v of exp(logit - max)
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
-    divisor   (K,)     the number of the head's targets in the whole step, at least 1.  (check_batch makes it inf
-                       for the further heads where texts have weights, as in rl.py: they have no loss, x / inf = 0.)
+    divisor   (K,)     the number of the head's targets in the whole step, at least 1.  Where texts have weights, as in
+                       rl.py, only head 0 has a loss: check_batch then makes the divisors of the further heads inf,
+                       and x / inf = 0.
     weights   (N,1)    w, of each token, the same within a text; or 1
 
     Returns nll (N,K)."""
     logits -= logits.max(axis=-1, keepdims=True)
-    picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]    # -1 picks the last; `where` drops it
+    # the target's logit.  A target of -1 picks the last logit, which np.where drops below
+    picked = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     np.exp(logits, out=logits)
     logits.sum(axis=-1, out=exp_sum)
     nll = np.where(targets >= 0, np.log(exp_sum) - picked, 0.0)
@@ -639,17 +648,15 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
 #
 # What decay does: it makes the weights forget old steps.  They become an average over about the last 1 / (lr decay)
-# steps.  Let u_t be the direction of step t, and a = lr decay.  Then
-#     param_t = (1 - a) param_(t-1) - lr u_t
-#             = (1 - a)^2 param_(t-2) - lr (u_t + (1 - a) u_(t-1))          and so on, down to the initial weights:
-#     param_t = (1 - a)^t param_0 - lr (the sum over s = 1..t of  (1 - a)^(t-s) u_s)
-#             = (1 - a)^t param_0 + the sum over s = 1..t of  a (1 - a)^(t-s) (-u_s / decay)      since lr = a / decay
-# The factors a (1 - a)^(t-s) add up to 1 - (1 - a)^t.  So the weights are an average of the past steps' directions, and
-# what the sum lacks to 1 is the share of the initial weights.  In this average a step loses all but 1/e of its share
-# within tau = 1 / a steps (Wang & Aitchison 2025; docs/notes.md has what was measured).  In a run the rate changes, so
-# each step s has its own a_s, and the sum of the factors is 1 - (1 - a_1) (1 - a_2) ... (1 - a_t).  At the end of
-# training it is 0.98 for big, and 0.41 for small: so small keeps 59% of its initial weights.  All this holds for Muon,
-# too.
+# steps.  Let u_t be the direction of step t (for AdamW mhat / (sqrt(vhat) + eps)), and a = lr decay.  Then
+#     param_1 = (1 - a) param_0 - lr u_1
+#     param_2 = (1 - a)^2 param_0 - lr (1 - a) u_1 - lr u_2
+#     param_3 = (1 - a)^3 param_0 - lr (1 - a)^2 u_1 - lr (1 - a) u_2 - lr u_3
+# and so on.  Since lr = a / decay, param_t is an average: of param_0 with the share (1 - a)^t, and of -u_s / decay with
+# the share a (1 - a)^(t-s) for each step s.  (The shares add up to 1.)  A step's share shrinks by the factor 1 - a in
+# each later step, and in tau = 1 / a steps to about 1/e of what it was (Wang & Aitchison 2025; docs/notes.md has what
+# was measured).  In a run the rate changes, and with it a.  At the end of training the initial weights keep a share of
+# 2% in big, and of 59% in small.  All this holds for Muon, too.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
     adds to it."""
@@ -669,22 +676,24 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 #
 # The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
 # are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
-# M = U S V^T is the singular value decomposition: every direction that the gradient knows gets a step of the same
-# length.
+# M = U S V^T is the singular value decomposition.  (The columns of U, and those of V, are unit vectors at right angles
+# to each other; S is diagonal, with the singular values s >= 0.)  So every direction that the gradient knows gets a
+# step of the same length.
 #
-# Why this direction?  (This may be skipped.)  Of all steps that lengthen no vector, |step @ x| <= |x| for every x, it
-# lowers the loss fastest.  To first order the loss changes by the sum of M * step.  That is the sum over i of
-# s_i u_i . (step @ v_i), with the columns u_i of U and v_i of V.  These are unit vectors, so each u_i . (step @ v_i) is
-# at least -1, and with the step -U V^T each is -1.
+# Why this direction?  (This may be skipped.)  Suppose that M were the gradient itself.  Of all steps that lengthen no
+# vector, |step @ x| <= |x| for every x, -U V^T lowers the loss fastest.  For to first order the loss changes by the sum
+# of gradient * step.  That is the sum over i of s_i u_i . (step @ v_i), with the columns u_i of U and v_i of V.  Each
+# u_i . (step @ v_i) is at least -1, because u_i and v_i are unit vectors.  With the step -U V^T each is -1.
 #
 # No singular values need be computed.  (U, S and V are those of the decomposition here, not vocabulary or scores.)
 # Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
-# With (a, b, c) = NEWTON_SCHULZ, found by a search for a large slope at 0 (Jordan et al. 2024), five rounds bring all s
-# from 0.0016 to 1 into [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  Near 1 a
-# round moves s up and down within these bounds.  So U V^T is reached only roughly, which trains as well (Jordan et al.
-# 2024).
+# (a, b, c) = NEWTON_SCHULZ was found by a search for a large slope at 0 (Jordan et al. 2024).  What five rounds do:
+#     s before        0.0001   0.0005   0.0016   0.01    0.1     0.5     1
+#     s after         0.05     0.24     0.72     0.70    0.71    0.77    0.70
+# All s from 0.0016 to 1 end in [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  So
+# U V^T is reached only roughly, which trains as well (Jordan et al. 2024).
 def newton_schulz(M):
     """M (rows, columns) -> U V^T, nearly: the singular vectors of M stay; each singular value begins as s / |M| and
     goes five times through the polynomial."""
@@ -705,8 +714,9 @@ def newton_schulz(M):
 #     param -= lr (decay param + 0.2 sqrt(max(rows, columns)) newton_schulz(u))
 #
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
-# of its entries is 1 / sqrt(max(rows, columns)).  AdamW's steps have about 0.2 in training, whatever the shape.  With
-# this factor Muon's have the same, and one learning rate and one decay serve both (Liu et al. 2025).
+# of its entries is 1 / sqrt(max(rows, columns)).  AdamW's steps have about 0.2 in training, whatever the shape.  (The
+# gradient's sign often changes, so its running mean m is small beside sqrt(v).)  With this factor Muon's have the same,
+# and one learning rate and one decay serve both (Liu et al. 2025).
 # The step is as long for a long u as for a short one, so the gradient is not clipped.  (But one very long gradient
 # sets the direction of many steps after it.)
 def muon_update(param, grad, m, lr, decay, momentum=0.95):
@@ -753,7 +763,8 @@ def layer_matrices(part, config):
 
 
 def update_table(config, optimizer):
-    """[(rule, part, part of v, decayed), ...].  The second row of small is ("muon", 65536:790528, 65536:65536, True).
+    """[(rule, part, part of v, decayed), ...].  The second row of small is ("muon", 65536:790528, 65536:65536, True):
+    the embedding has 65,536 numbers, the matrices of the layers have 724,992, and none of these in v.
 
     rule: what updates this part of the flat buffers, a slice.  part of v: the slice of v that holds its second moments,
     which is empty for Muon.  decayed: whether its weights decay: those of matrices do, the gains of norms do not."""
@@ -819,7 +830,7 @@ class Model:
         self.pending = []                           # workspaces with a forward whose backward has not run
         self.flat_grads = self.workspaces[0].flat_grads
         self.grads = self.workspaces[0].grads
-        # m of all parameters, then v of those that AdamW updates
+        # one array: m of all parameters, then v of those that AdamW updates; cut behind m
         self.m, self.v = np.split(np.zeros(moment_count(config, optimizer), dtype), [size])
         self.rope = rope_table(config, dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
@@ -867,12 +878,12 @@ class Model:
         """tokens (B,T), targets (B,T+K-1), of which -1 is masked -> (K,) losses in nats: the sum of head k's losses,
         divided by counted[k].
 
-        counted (K,): the number of targets of each head that are not masked, in the whole step; by default, in this
-        call.  ValueError where head 0 has none at all.
+        counted (K,): the divisors.  Without weights these are the numbers of targets of each head that are not masked,
+        in the whole step; by default, in this call.  ValueError where head 0 has none at all.
 
         weights (B,), one for each text: rl.py passes its own, and log_probs np.ones.  Head 0's loss is then the sum of
-        w_b (-log p) / counted[0], where counted[0] is a divisor that the caller chooses, at least 1.  The losses of the
-        further heads are 0."""
+        w_b (-log p) / counted[0], and the caller may choose any divisor of at least 1.  The losses of the further heads
+        are 0."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]        # a text is never divided, so a share has one text at least
         # with one thread there is one share, the whole batch
@@ -898,7 +909,8 @@ class Model:
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        # counted is 1, so the sums are not divided; with weights only head 0 counts
+        # The loss of forward is not used, only the nll that it leaves.  The divisors are 1, so nothing is divided; with
+        # weights, all of them 1, only head 0 counts
         self.forward(tokens, targets, [1] * self.config.predict, np.ones(len(tokens)))
         self.pending = []                           # with this divisor backward would make no sense
         nll = self.read(self.nll)                   # (N,K)
@@ -945,7 +957,8 @@ class Model:
         must stop, and can look at the gradient."""
         c = self.config
         muon = muon_part(c, self.optimizer)
-        before, of_muon, after = np.split(self.flat_grads, [muon.start, muon.stop])     # views: they can be scaled
+        # three views.  Muon's part is not clipped (why: above muon_update); the other two are scaled below
+        before, of_muon, after = np.split(self.flat_grads, [muon.start, muon.stop])
         squares = before @ before + after @ after
         norm = math.sqrt(squares + of_muon @ of_muon)
         if not math.isfinite(norm):
@@ -998,14 +1011,15 @@ class Decoder:
     chat.print_tokens empties it, too.)
 
     For many texts: draw_rows, which empties the cache when the windows move.  With many texts tokens holds the ids of
-    the first alone: only their number is used."""
+    the first text: only their number is used, which is the same for all."""
 
     def __init__(self, model, texts, length):
         c = self.config = model.config
         self.model = model
         self.tokens = []
-        # (L, keys and values, B, G, 1, length, D); the 1 is for the R query heads that read them.  Those of one head
-        # are contiguous, as attention reads them.  np.zeros takes memory only where it is written.
+        # (L, 2, B, G, 1, length, D): the 2 are keys and values; the 1 stands where q has its R heads, so that they
+        # broadcast.  The keys of one head are contiguous, as attention reads them.  np.zeros takes memory only where it
+        # is written.
         self.cache = np.zeros((c.layers, 2, texts, c.kv_heads, 1, length, c.head_dim), model.dtype)
         self.pads = np.zeros((texts, 1, 1, 1, length), model.dtype)      # added to the scores: see draw_rows
         # without a backward all layers compute in the arrays of one
@@ -1025,7 +1039,7 @@ class Decoder:
         self.truncate(0)
 
     def checked(self, tokens):
-        """tokens (B,n) as an array, where they can follow those in the cache."""
+        """tokens (B,n) as an array.  They must fit the context behind those in the cache."""
         tokens = as_batch(self.config, tokens)
         assert self.position + tokens.shape[1] <= self.config.context
         return tokens
@@ -1041,7 +1055,8 @@ class Decoder:
         tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)        # the arrays of one layer, for all layers
         attentions = [partial(self._attention, cache) for cache in self.cache]
-        final = self.model._trunk(tokens, itertools.repeat(saved), shared, attentions, self.position)   # (B*n,C)
+        layers = itertools.repeat(saved)            # for each layer the same arrays
+        final = self.model._trunk(tokens, layers, shared, attentions, self.position)                    # (B*n,C)
         self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
         final = final.reshape(len(tokens), -1, self.config.dim)[:, -last:]                              # (B,last,C)
         return self.model._head_logits(final.reshape(-1, self.config.dim), heads)
@@ -1061,22 +1076,22 @@ class Decoder:
         """Append tokens, and draw after each of the last ones -> ids (last, heads).  t: the position in the text for
         which head 0 draws first.  For last = 2 and heads = 3 the ids are for these positions:
 
-                                        head 0   head 1   head 2
-            after the last but one      t        t + 1    t + 2
-            after the last token        t + 1    t + 2    t + 3"""
+                                            head 0   head 1   head 2
+            after the token before the last     t        t + 1    t + 2
+            after the last token                t + 1    t + 2    t + 3"""
         logits = self._read([tokens], last, heads)
         positions = np.arange(t, t + last)[:, None] + np.arange(heads)                  # (last, heads)
         return sample(logits.reshape(positions.size, -1), positions.ravel(), sampling).reshape(last, heads)
 
     def draw_rows(self, windows, grown, t, sampling):
         """Draw the next token of each of B texts, all at once -> ids (B,), for positions t (B,) of the texts.
-        windows: the B lists of ids to be read, the ends of the texts that fit the context.  grown: True if each
+        windows: B lists of ids, of each text its last ids, as many as fit the context.  grown: True if each
         window is that of the last call and one id more: then only this id is read.  Else all are read from their start.
 
         All texts end at the same place of the cache, so the shorter ones have pads before them.  The score of a pad is
-        -1e30, which exp turns into 0.  (Not -inf: a pad may read pads alone.  All its scores would be -inf, and their
-        softmax NaN.)
-        The positions of a text behind pads are too high, which is harmless: RoPE sees only distances."""
+        -1e30, which exp turns into 0.  (Not -inf: a pad is itself a query, and before it stand only pads.  All its
+        scores would be -inf, and their softmax NaN.)  The positions of a text behind pads are too high, which is
+        harmless: RoPE sees only distances."""
         tokens = [window[-1:] for window in windows]
         if not grown:
             self.forget()
@@ -1104,11 +1119,12 @@ class Sampling:
 
 
 def window_start(n, context):
-    """Where the window of a text of n tokens starts: at 0 while the text fits.  When one token more comes than fits,
-    the last half and this token are read anew from position 0.  For a context of 128: n = 128 -> 0, 129 -> 64, 192 ->
-    64, 193 -> 128.  A pure function of n, so cached decoding and recomputation from scratch see the same window."""
+    """Where the window of a text of n tokens starts: at 0 while the text fits.  When the text is one token too long for
+    the window, the first half of the window is left out, and the rest is read anew from position 0.  For a context of
+    128: n = 128 -> 0, 129 -> 64, 192 -> 64, 193 -> 128.  It is a pure function of n.  So cached decoding and
+    recomputation from scratch see the same window."""
     stride = context - context // 2                 # tokens by which a full window moves on
-    # n - context tokens are too many: rounded up to whole strides
+    # n - context tokens are too many.  The window starts at the next multiple of the stride
     return max(0, n - context + stride - 1) // stride * stride
 
 
@@ -1135,7 +1151,7 @@ def gumbel(seed, t, ids):
 #     log p_i + G_i = log p_i - log E_i = -log(E_i / p_i): the largest of these has the smallest E_i / p_i;
 #     P(E_i > x) = P(u_i < e^-x) = e^-x, so P(E_i / p_i > x) = e^(-p_i x), with the density p_i e^(-p_i x);
 #     P(i is the smallest) = integral of p_i e^(-p_i x) prod_(j != i) e^(-p_j x) dx = p_i / sum_j p_j.
-# A factor common to all p cancels: what is kept of p need not be normalised.
+# A factor common to all p cancels.  So the p that top_k and top_p leave need not add up to 1.
 #
 # An example of top_p = 0.7 with p = 0.5, 0.3, 0.2: the sums are 0.5, 0.8, 1.0.  An id is dropped if the sum of those
 # before it has reached 0.7.  So the third is dropped, and the first two are kept.
@@ -1147,7 +1163,7 @@ def sample(logits, t, sampling):
     z = logits[:, :sampling.vocab]
     if sampling.temperature == 0:
         return z.argmax(axis=1)
-    ids = np.arange(z.shape[1])[None]                                                   # (1,V)
+    ids = np.arange(z.shape[1])[None]           # (1,V), for all rows; with top_k or top_p each row has its own
     if sampling.top_k or sampling.top_p < 1:
         ids = np.argsort(-z, axis=1, kind="stable")[:, :sampling.top_k or None]         # (n,V or top_k)
         z = np.take_along_axis(z, ids, axis=1)                                          # (n,V or top_k), falling
@@ -1185,7 +1201,9 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     with it all others of its batch would be.  Where the memory does not hold the caches of a batch, its halves are
     drawn one after the other.  A single text that does not fit is a MemoryError."""
     context = model.config.context
-    batches = {}                                    # {None: all rows whose window never moves; row: that row alone}
+    # the rows of each batch.  The key None has all rows whose window never moves; any other row is a batch of its own,
+    # under its number
+    batches = {}
     for row, prompt in enumerate(prompts):
         alone = row if window_start(len(prompt) + most - 1, context) else None
         batches.setdefault(alone, []).append(row)
@@ -1204,7 +1222,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
             half = len(rows) // 2
             waiting += [rows[half:], rows[:half]]
             continue
-        going = range(len(rows))                   # texts whose answers have not ended (the others are drawn, not kept)
+        # texts of this batch whose answers have not ended.  The others go on, too, but what is drawn is thrown away
+        going = range(len(rows))
         start = None
         for _ in range(most):
             lengths = list(map(len, texts))
@@ -1258,7 +1277,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
-    as_batch(model.config, [tokens[-context:]])     # an error for ids out of range, which a GPU's draw does not check
+    as_batch(model.config, [tokens[-context:]])     # an error for ids out of range; a GPU checks long prompts alone
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:
@@ -1272,14 +1291,14 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            # More than one token is unread at the beginning and when the window moves.  These are read without drafts:
+            # At the beginning, and when the window moves, several tokens may be unread.  These are read without drafts:
             # so this product has the same rows, and the same rounding, with and without speculation.
             # Drafts that do not fit the context are dropped, too.
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        # The drafts that head 0 drew as well are accepted, but at most `room`: one place is kept for the token that
-        # head 0 draws after them.
+        # The drafts that head 0 drew as well are accepted.  The token that head 0 draws after them comes in any case,
+        # so at most `room` drafts are.
         room = end - len(text) - 1
         accepted = common_length(drafts[:room], drawn)
         decoder.truncate(len(window) + accepted)    # the drafts that were not accepted are forgotten

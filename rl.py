@@ -25,10 +25,12 @@ w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 d
     4. DPO                pairs -> log-probabilities -> weights
     5. the run            defaults, a reward of your own, options
 
+Only head 0 has a loss, because it draws the answers: from it head 0 and all layers learn.  The matrices of the further
+heads, which make drafts, get no gradient.  Weight decay would only shrink them, so it is 0.
+
 What it does not do, for those who know other methods: no value network, no clipped ratio (PPO), no division by the
 standard deviation of a group (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no
-learned reward model.  Only head 0 has a loss, because it draws the answers: from it head 0 and all layers learn.  The
-matrices of the further heads, which make drafts, get no gradient.  Weight decay would only shrink them, so it is 0.
+learned reward model.
 """
 from script import (Parser, bounded, hash_files, make_pair, read_records, refusing, require, run_script, set_threads,
                     show_progress)
@@ -66,12 +68,14 @@ GROUP = 16                  # answers to one prompt
 # answer's own r is a part of the mean:
 #     b     = r/g + (1 - 1/g) (the mean of the g - 1 others)
 #     r - b = (1 - 1/g) (r - the mean of the others)
-# The others are drawn independently, so their mean is a true baseline, and dJ is only scaled by 1 - 1/g.  Altogether:
+# The others are drawn independently, so their mean is a true baseline: it does not depend on this answer.  What is left
+# is the factor 1 - 1/g, the same for all answers.  So the estimate of dJ keeps its direction, and only its length
+# changes.  Altogether:
 #     loss = -1/N sum over the answers of (r - b) log pi(a)
 #     log pi(a) = sum over its tokens of log p[y]
 #     d loss / d logits = 1/N (r - b) (p - onehot(y))
-# The estimate of dJ is a mean over answers, so it would divide by their number.  The loop of train.py divides by N, the
-# number of their tokens.  This changes only the length of the step's gradient, not its direction.
+# A mean over answers divides by their number.  The loop of train.py divides by N, the number of their tokens, instead.
+# This, too, changes only the length.
 def reinforce_weights(rewards):
     """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
     by_group = np.reshape(rewards, (-1, GROUP))
@@ -82,9 +86,11 @@ def reinforce_weights(rewards):
 # the model with which the run begins.  beta (log pi - log ref) says how much more probable an answer has become since
 # then; DPO takes it as the model's own reward for the answer.  Why: let r be any reward, and look for the pi with the
 # largest  sum_a pi(a) r(a) - beta KL,  where KL = sum_a pi(a) (log pi(a) - log ref(a)) measures how far pi is from ref.
-# At the best pi nothing is gained by moving a little probability from one answer to another.  So the derivative by each
-# pi(a) is the same number k (the derivative of pi (log pi - log ref) by pi is log pi - log ref + 1):
-#     r(a) - beta (log pi(a) - log ref(a)) - beta = k,   so   r(a) = beta (log pi(a) - log ref(a)) + k + beta
+# The pi(a) add up to 1, so pi can only change by moving probability from one answer to another.  At the best pi nothing
+# is gained by that.  So the derivative by pi(a) is the same number k for each answer a.  (The derivative of
+# pi (log pi - log ref) by pi is log pi - log ref + 1.)
+#     k    = r(a) - beta (log pi(a) - log ref(a) + 1)
+#     r(a) = beta (log pi(a) - log ref(a)) + (k + beta)
 # and k + beta is the same for both answers of a pair.  So it falls out of z = r(chosen) - r(rejected).
 # The chance that the model agrees with the choice is taken to be sigmoid(z), as Bradley & Terry (1952) have it
 # for the difference of two scores, and the loss is its -log:
@@ -93,9 +99,10 @@ def reinforce_weights(rewards):
 #     d loss / dz = -sigmoid(-z) / n              because log sigmoid(z) = -log(1 + e^-z), whose slope is sigmoid(-z)
 #     dz / d log pi_c = beta
 #     dz / d log pi_r = -beta
-# And d(-log pi) / d logits = p - onehot(y) at each token of the answer.  So, without 1/n (which section 4 puts in),
+# And d(-log pi) / d logits = p - onehot(y) at each token of the answer.  So, up to the factor 1/n,
 #     w_c = beta sigmoid(-z)        w_r = -beta sigmoid(-z)
-# A pair that the model already gets right (z large) hardly pushes any more.
+# (The loop of train.py divides by N, the number of tokens, and not by n.  So section 4 multiplies by N/n.)  A pair that
+# the model already gets right (z large) hardly pushes any more.
 def dpo_weights(log_probs, reference, beta):
     """log_probs, reference (2n,), where chosen and rejected alternate -> (their weights (2n,), z (n,))."""
     log_ratio = (log_probs - reference).reshape(-1, 2)
@@ -112,7 +119,7 @@ def dpo_loss(z):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Rewards
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 40          # of an answer, at most; REINFORCE also stops at a quarter of the context
+ANSWER_TOKENS = 40          # of an answer, at most, about two sentences; for REINFORCE also a quarter of the context
 
 
 # A reward is a function of four arguments, and gives a number:
@@ -205,7 +212,8 @@ def reinforce_job(training, reward):
         # The mean of log pi - log base over answers drawn from pi estimates the KL divergence of pi from the base.  So
         # measure the same rows with the base's weights, too, then put the model's back.  (A second model on a GPU would
         # take as much of its memory again.)
-        weights = model.read(model.flat_params).copy()      # on a CPU `read` gives the very array that `write` changes
+        # copy: on a CPU `read` gives no copy, but the array that `write` changes
+        weights = model.read(model.flat_params).copy()
         model.write(model.flat_params, base.flat_params)
         kl = (train.row_losses(training, rows) - losses).sum() / train.count_learned(rows)
         model.write(model.flat_params, weights)
@@ -241,8 +249,8 @@ def read_pairs(tokenizer, settings, T):
     """Read a run's files -> (the batches to learn, the rows held out, what to print: how many pairs there are).  A
     batch is a list of rows in which chosen and rejected answers alternate.  The rows held out are such a list, too.
 
-    Every epoch has the same batches.  The reference's log-probabilities are computed in these batches, too, so the
-    model's have the same rounding, and z is exactly 0 at the start."""
+    Every epoch has the same batches.  The reference's log-probabilities are computed in these batches, too, so they are
+    rounded as the model's are.  Then z is exactly 0 at the start, as it must be for the same weights."""
     pairs = read_records(settings.data, make_pair)
     openings = [sft.opening(conversation) for conversation, _ in pairs]
     parts = []
@@ -251,7 +259,8 @@ def read_pairs(tokenizer, settings, T):
         parts.append([rows for rows in both if not np.array_equal(rows[0][0], rows[1][0])])
     to_learn, held_out = parts
     require(to_learn and held_out, "each pair needs two answers that differ within the context.")
-    # plan_epoch plans pairs here, each by its longer row.  A pair has two rows: so plan with half of batch_tokens.
+    # plan_epoch plans pairs here, each by its longer row.  A pair has two rows, so a batch of half of batch_tokens is
+    # planned.  For example 4096: 2048 tokens of longer rows, and at most as many of shorter ones
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
@@ -273,7 +282,7 @@ def dpo_job(training):
         log_probs = [-train.row_losses(training, rows) for rows in parts]
         state["reference"] = [part.tolist() for part in log_probs]
     with refusing(f"the record of the run in {training.out} cannot be used"):
-        # reshape raises an error if the record does not fit the pairs
+        # a number for each row; reshape raises an error if the record does not fit the pairs
         *reference, held_out_reference = [
             np.reshape(np.float64(state["reference"][i]), len(rows)) for i, rows in enumerate(parts)]
     # the first held-out pair is shown by every evaluation
@@ -293,8 +302,7 @@ def dpo_job(training):
         log_probs = -train.row_losses(training, rows)       # a forward to know z; the loop makes another
         weights, z = dpo_weights(log_probs, reference[number], settings.beta)
         training.note = f"dpo {dpo_loss(z):.4f}"
-        # The loop divides the loss by N, the number of learned tokens, but DPO's is divided by n, the number of pairs.
-        # So the weights are multiplied by N / n.
+        # times N / n: see section 1
         return rows, weights * (train.count_learned(rows) / len(z))
 
     def evaluate(step):
@@ -321,8 +329,8 @@ def dpo_job(training):
 # 5. The run
 # ------------------------------------------------------------------------------------------------------------
 # Steps (0: until DPO has read all pairs once), tokens a step, learning rate, steps of warmup, steps from one evaluation
-# and save to the next.  REINFORCE takes tokens / context answers a step (small: 32768 / 128 = 256).  Chosen by short
-# runs; docs/notes.md says what else was tried.
+# and save to the next.  REINFORCE draws batch_tokens / context answers in a step (small: 32768 / 128 = 256).  Chosen by
+# short runs; docs/notes.md says what else was tried.
 DEFAULTS = {
     "reinforce": {      # steps, batch_tokens, lr, warmup, every
         "small": (12, 32768, 8e-5, 0, 4),
@@ -357,7 +365,7 @@ def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
     # The names in the first record: list(record) lists its keys.  With "chosen" and no "output" it is a pair, for DPO.
-    # (Our own records have both: script.write_records.)
+    # (Our own records can be used for both, and have both names: script.write_records.)
     names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"

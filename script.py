@@ -49,8 +49,8 @@ def require(good, sentence):
 @contextmanager
 def refusing(what):
     """with refusing("FILE is damaged"): in this block something is made from the content of a file.  If that fails, the
-    error becomes one sentence: "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences
-    for them.  (A file of code may call sys.exit, which raises SystemExit.)"""
+    error becomes one line: "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences for
+    them.  (The file of a reward is code.  It may call sys.exit, which raises SystemExit.)"""
     try:
         yield
     except (OSError, MemoryError):
@@ -75,14 +75,14 @@ def printable(text):
 
 
 def visible(token):
-    r"""The bytes of a token as printable text: a line end as \n, a tab as \t, a backslash as \\, and any other byte
-    that cannot be seen as \xNN."""
+    r"""The bytes of a token as printable text: a line end as \n or \r, a tab as \t, a backslash as \\, and any other
+    byte that cannot be seen as \xNN."""
     text = token.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
     return "".join(char if char.isprintable() else repr(char.encode())[2:-1] for char in text)
 
 
 def explain(error):
-    """-> one sentence about an error that the user can mend.  None for a mistake of ours: its traceback should show."""
+    """-> a line about an error that the user can mend.  None for a mistake of ours: its traceback should show."""
     words = printable(" ".join(str(error).splitlines()))
     if is_of_gpu(error):
         advice = "  Use a smaller --micro-batch, a smaller model or --device cpu."
@@ -103,7 +103,7 @@ def explain(error):
 # 2. How a script runs: options, output, signals
 # ------------------------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error message is one sentence, without ten lines about usage before it."""
+    """argparse, but an error message is one line, without ten lines about usage before it."""
     def parse_args(self, arguments):
         for argument in arguments:
             if argument.endswith("=--"):        # argparse takes --data=-- for --data without a value
@@ -136,7 +136,7 @@ def read_fields(kind, record):
     of another type, or out of the bounds in its metadata."""
     for field in dataclasses.fields(kind):
         value = record[field.name]
-        possible = field.metadata.get("choices", [value])
+        possible = field.metadata.get("choices", [value])       # without choices any value is
         require(type(value) is field.type and value in possible, f"{field.name} is {value!r:.40}")
         field.metadata.get("type", str)(str(value))             # argparse's type: an error outside the bounds
     return kind(**record)
@@ -167,7 +167,7 @@ def to_nowhere(stream):
 
 def run_script(main, to_the_end=False):
     """Run main(arguments) and exit with the code that it returns.  An error that the user can mend becomes
-    one sentence and exit code 2.  to_the_end: the script's work is more than its output, so it goes on when
+    one line and exit code 2.  to_the_end: the script's work is more than its output, so it goes on when
     nobody reads that."""
     # a stream is None if it was closed before the script began
     sys.stdin = sys.stdin or open(os.devnull)
@@ -307,7 +307,8 @@ def check_text(path):
     be damaged: a few such bytes are kept, and learned like any others."""
     require(not holds_records(path), f"{path} holds records, not a text: sft.py and rl.py learn from records.")
     start = read_chunk(path, 0, 1 << 20)
-    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")     # a tenth, one byte, is held out
+    # a tenth is held out: of 10 bytes one
+    require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")
     damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
     kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
     require(1000 * len(damaged) <= len(start), f"{path} is no text in UTF-8: it seems to be {kind}.")
@@ -373,7 +374,7 @@ def make_turns(record):
     ValueError for another record."""
     if isinstance(record, list):
         record = {"messages": record}
-    # nothing fits the last form: it only tells the reader of the error what rl.py can read
+    # The last form fits no record.  It stands in the error's sentence, to say what rl.py can read
     check_names(record, "instruction and output", "prompt and completion", "messages",
                 "for rl.py prompt, chosen, rejected")
     if "messages" in record:
@@ -583,8 +584,8 @@ class Ranks:
         self.local = local                          # the rank's number on its host
 
     def meet(self):
-        """Wait for all ranks.  MPI's own way to wait asks again and again without a pause, and so takes a core from the
-        ranks that still work.  This one sleeps between two questions."""
+        """Wait for all ranks.  MPI itself would wait in a busy loop, which takes a core from the ranks that still work.
+        This loop sleeps between two looks."""
         if self.world:
             request = self.world.Ibarrier()
             while not request.Test():
@@ -664,9 +665,9 @@ def check_config(c):
 def find_records(path):
     """-> the path of the conversations that go with the text at `path`: play.txt has play-chat.json.  If that file is
     missing, it is made from the text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a
-    question, and the next speech its answer.  Only the end of the play is used, a little less than pretraining holds
-    out (tokenizer.split_point: 100 kB, or a tenth; it holds out less if a separator stands near the end).  If `path` is
-    a file of records, it is returned as it is."""
+    question, and the next speech its answer.  Only the last 90 kB are used (of a short play an eleventh), because
+    pretraining holds out a little more than that (tokenizer.split_point; less, if a separator stands near the end).
+    If `path` is a file of records, it is returned as it is."""
     if holds_records(path):
         return path
     records = splitext(path)[0] + "-chat.json"
@@ -696,9 +697,11 @@ def write_records(path, conversations):
 
 
 def make_english():
-    """Write data/english.txt: 1.5 MB of English that every interpreter carries, the language reference
-    (pydoc_data.topics) and the docstrings of the standard library; of these the paragraphs of prose.  One that comes
-    again in another documentation is left out.  A question is the path of a file and the name of a function or class in
+    """Write data/english.txt: 1.5 MB of English that every interpreter carries.  Its sources are the language reference
+    (pydoc_data.topics), and the docstrings of the functions and classes of the standard library.  Their paragraphs of
+    prose are the text, each once.
+
+    Write the records that go with it, too.  A question is the path of a file and the name of a function or class in
     it, such as random/seed.  Its answer is the first paragraph of the documentation.  Only paragraphs that are too
     short for the text, or no prose, are taken.  So hardly any answer was learned before."""
     from pydoc_data.topics import topics

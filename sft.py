@@ -15,8 +15,8 @@ loss:
 
 So the model learns to answer and not to ask.  It also learns to stop, because the end of an answer is one of its
 tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback": this is the first
-of its three steps).  The prompt still takes part: the answer attends to it.  So the gradient reaches the prompt's
-positions, too, through their keys and values.
+of its three steps).  The prompt still takes part: the answer attends to it.  So the weights also learn how to read a
+prompt: the gradient flows through its keys and values.
 
 Read before it: train.py.  Its rows, its loop and its folders of runs are used here unchanged.  Model, loss and
 optimizers are the same, too.  From top to bottom:
@@ -94,8 +94,8 @@ def plan_epoch(rows, T, batch_tokens, seed, epoch):
     batch_tokens inputs, or one row.
 
     The rows of one batch have about the same length.  Which rows of one length share a batch, and in which order the
-    batches come, is random.  The sizes of the batches depend on the lengths alone.  So every epoch has the same number
-    of batches, and `begin` multiplies it by the number of epochs."""
+    batches come, is random.  How many rows a batch has depends on the lengths alone.  So every epoch has the same
+    number of batches, and `begin` can count the steps."""
     rng = np.random.default_rng([seed, epoch])
     batches = train.batches_of_one_length(rows, rng.permutation(len(rows)), T, batch_tokens)
     return [batches[i] for i in rng.permutation(len(batches))]
@@ -153,7 +153,7 @@ def read_conversations(settings):
 def hold_out(items, openings):
     """Split items, each of which has an opening -> (the items to learn, the items held out).  A tenth of the different
     openings is drawn at random, but at least 1 and at most MOST_HELD_OUT.  All items with one of these openings are
-    held out.  So no question is learned and also asked in an evaluation.  The draw does not depend on --seed: so
+    held out.  So no opening is learned and also asked in an evaluation.  The draw does not depend on --seed: so
     rl.py, with any seed, holds out the questions of a file that sft.py held out."""
     different = list(dict.fromkeys(openings))
     require(len(different) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
@@ -168,12 +168,12 @@ def hold_out(items, openings):
 def find_data(preset, base):
     """The files to learn from when none are named:
 
-        medium, big                         data/instructions*.json, if `fetch_data.sh instructions` has brought them
-        else a base that train.py made      the records that go with its text (of a play: a speech and the next one;
-                                            script.find_records)
-             a base that sft.py made        the records that it was fine-tuned on
+        medium, big             data/instructions*.json, if `fetch_data.sh instructions` has brought them
+        small, or else          if train.py made the base: the records that go with its text (of a play: a speech and
+                                the next one; script.find_records)
+                                if sft.py made the base: the records that it was fine-tuned on
 
-    The record of a base names the files.  A stranger's folder could name a private file of yours, which the model would
+    The record of a base names its files.  A stranger's folder could name a private file of yours, which the model would
     learn and then tell.  So a file is learned only if the record has its fingerprint, too.  To make that, one must have
     the file."""
     instructions = sorted(glob.glob("data/instructions*.json"))
@@ -190,8 +190,8 @@ def find_data(preset, base):
 # ------------------------------------------------------------------------------------------------------------
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
-# The arguments of train.defaults; steps 0: as many as the epochs take.  Chosen by short runs with AdamW.  The default
-# is Muon, also where the base was trained with AdamW: with it small reaches the same loss (docs/notes.md).
+# The arguments of train.defaults; steps 0: as many as the epochs take.  The rates were chosen by short runs with AdamW.
+# The default optimizer is Muon.  With these rates small reaches the same loss by either (docs/notes.md).
 DEFAULTS = {
     #                      steps, batch_tokens, lr, warmup, every
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},

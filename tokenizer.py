@@ -77,7 +77,8 @@ def learn_merges_plain(words, most_merges):
 
 def replace_pair(ids, pair, new_id):
     """Glue each such pair of neighbours into one new id, from left to right: in "aaa" the first two are glued.
-    (new_id is never in `pair`, so a glued id is not glued again.)"""
+    The last entry of `replaced` may be a new_id from the step before.  It is never glued again, because new_id is not
+    in `pair`."""
     replaced = []
     for token in ids:
         if replaced and (replaced[-1], token) == pair:
@@ -116,9 +117,10 @@ def encode_word_plain(word, merges):
 #     "a   b"           ->  "a", "  ", " b"
 #     "a\n\nb"          ->  "a", "\n", "\n", "b"
 #
-# \s+(?!\S) is white space that no word follows.  If a word does follow, the match ends one character earlier.  The last
-# white space before the word is then left over.  If it is a space, as in the second example, it goes to the word.  A
-# tab or a line end, as in the third, is a word by itself, which the last \s+ takes.
+# \s+(?!\S) is white space that no word follows.  If a word does follow, `re` gives back one character: the white space
+# without its last character is followed by white space, so that matches.  The last one is left over.  If it is a space,
+# as in the second example, it goes to the word.  A tab or a line end, as in the third, is a word by itself, which the
+# last \s+ takes.
 #
 # SmolLM (a small model of Hugging Face) and others split a text at its numbers first, and each digit is a word.  So the
 # space before a number is a word of its own:
@@ -149,10 +151,9 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # White space is one word where the text ends behind it, or (SmolLM) a digit comes.  Before anything else the match
-    # ends one character earlier.  (?![^xy]) says: what follows is the end of the text, an x or a y.  `re` shortens the
-    # match, one character at a time, until that is so.  Shortened by one it is followed by white space: so may_follow
-    # has white space, and for SmolLM the digits, too.
+    # (?!\S) of GPT-2's pattern is (?![^ \t\n...]) here: the next character is not one that is no white space.  So white
+    # space follows, or the text ends.  In SmolLM's pattern a digit may follow, too, because the space before a number
+    # is a word of its own there: may_follow then has the digits as well.
     may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -162,14 +163,14 @@ def word_pattern(limit, digits):
 
 
 # You can skip this: the two patterns and PART change nothing in the result, they are for speed.  A pattern knows the
-# letters and numbers up to U+FFFF, or all of them, up to U+10FFFF: beyond U+FFFF stand those of rare scripts.  `re` has
-# a table for the characters up to U+FFFF.  For one beyond it tries the ranges of the pattern one by one.  So a pattern
-# with all ranges takes four times as long, and is used only where a text has characters beyond U+FFFF (also emoji,
-# though these are neither letters nor numbers).
+# letters and numbers up to U+FFFF, or all of them, up to U+10FFFF.  (Beyond U+FFFF stand those of rare scripts, and
+# letters of mathematics.)  `re` has a table for the characters up to U+FFFF.  For one beyond it tries the ranges of the
+# pattern one by one.  So a pattern with all ranges takes four times as long.  It is used only where a text has
+# characters beyond U+FFFF.  (Emoji are among these, though they are neither letters nor numbers.)
 #
-# split_words cuts a text into parts of 4096 characters and what follows up to the next white space: then only the parts
-# with such characters take the slow pattern.  A part ends between a character that is no white space and one that
-# is, because a new word always begins there.
+# split_words cuts a text into parts of about 4,000 characters (any such size would do): then only the parts with such
+# characters take the slow pattern.  A part ends between a character that is no white space and one that is, because a
+# new word always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -181,8 +182,8 @@ def split_words(text, digits=False):
 
 
 # A file may hold bytes that are not UTF-8.  Python can keep such a byte in a str, as one of the code points U+DC80 to
-# U+DCFF, which no valid text has ("lone surrogates").  But a str that was made so elsewhere may hold them.  Both come
-# back whole:
+# U+DCFF, which no valid text has ("lone surrogates").  But somebody may pass us a str that already holds such a code
+# point.  In both cases to_bytes gives back what came in:
 #
 #     the byte FF of a file      to_str ->  U+DCFF (surrogateescape)                              to_bytes ->  FF
 #     a str of U+DCFF            to_str ->  its bytes in UTF-8, ED B3 BF (surrogatepass), each    to_bytes ->  ED B3 BF
@@ -212,25 +213,27 @@ def learn_merges(words, most_merges):
     the pair is gone.  At each of the rest it corrects the counts of the pairs on both sides.  A heap gives the most
     frequent pair.
 
-    Why it is fast: for a row of n bytes `positions` has fewer than n entries at first.  Wherever two ids merge, it gets
-    at most two more, and the row loses an id: so that happens fewer than n times.  All merges together thus visit fewer
-    than 3n positions.  A visit costs a few steps and at most four entries of the heap: those of two new pairs, and of
-    two older ones whose counts fall."""
+    Why it is fast: for a row of n bytes `positions` has fewer than n entries at first.  Where two ids become one,
+    `positions` gets at most two new entries.  The row has n ids and loses one each time, so this happens fewer than n
+    times, and `positions` gets fewer than 2n new entries.  So all merges together visit fewer than 3n positions.  A
+    visit costs a few steps and at most four entries of the heap: those of two new pairs, and of two older ones whose
+    counts fall."""
     # arrays ("i": 32 bits each, "q": 64), because lists take three to four times the memory
-    token = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
+    id_at = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
     for word, times in words.items():
         ids = [*to_bytes(word), -1]
-        token.extend(ids)
+        id_at.extend(ids)
         weight.extend([times] * len(ids))
     # The row is a linked list: after[p] is the next position that still has an id, before[p] the one before.  A merge
     # unlinks its right id.
-    before = array("q", range(-1, len(token) - 1))
-    after = array("q", range(1, len(token) + 1))
+    before = array("q", range(-1, len(id_at) - 1))
+    after = array("q", range(1, len(id_at) + 1))
 
     counts = Counter()
-    positions = defaultdict(partial(array, "q"))    # {pair: its positions, in ascending order}
-    for position, pair in enumerate(pairwise(token)):
+    # {pair: an array of its positions, in ascending order}; partial(array, "q") makes the empty array of a new pair
+    positions = defaultdict(partial(array, "q"))
+    for position, pair in enumerate(pairwise(id_at)):
         if -1 not in pair:
             counts[pair] += weight[position]
             positions[pair].append(position)
@@ -239,11 +242,11 @@ def learn_merges(words, most_merges):
     heap = sorted((-times, pair) for pair, times in counts.items())
     merges = []
     while heap and -heap[0][0] > 1 and len(merges) < most_merges:
-        minus_times, pair = heappop(heap)
-        if -minus_times != counts[pair]:
+        minus_count, pair = heappop(heap)
+        if minus_count != -counts[pair]:
             # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (They never make
             # new ones: each pair that a merge makes holds its new id, so it is another pair.)  Push the true count, and
-            # go on.  (A count below 2 ends the loop when it comes up.)
+            # go on.  (If that is below 2, the loop ends once this entry is on top of the heap.)
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -254,14 +257,14 @@ def learn_merges(words, most_merges):
         # ids         id_before  left    right    id_after     become     id_before  new_id  (taken away)  id_after
         for p_left in positions.pop(pair):
             p_right = after[p_left]
-            if token[p_left] != left or token[p_right] != right:
+            if id_at[p_left] != left or id_at[p_right] != right:
                 # An earlier merge took one of the two.  Or this one did: in "aaa" the pair (a, a) stands at 0 and at 1.
                 # The merge at 0 takes the a at 1, so the visit at 1 is skipped
                 continue
             p_before = before[p_left]
             p_after = after[p_right]
-            id_before = token[p_before]         # -1 where the word begins with left
-            id_after = token[p_after]           # -1 where it ends with right
+            id_before = id_at[p_before]         # -1 where the word begins with left
+            id_after = id_at[p_after]           # -1 where it ends with right
             times = weight[p_left]
             if id_before != -1:
                 counts[id_before, left] -= times
@@ -271,8 +274,8 @@ def learn_merges(words, most_merges):
                 counts[right, id_after] -= times
                 counts[new_id, id_after] += times
                 new_pairs[new_id, id_after].append(p_left)
-            token[p_left] = new_id
-            token[p_right] = -1
+            id_at[p_left] = new_id
+            id_at[p_right] = -1
             after[p_left] = p_after
             before[p_after] = p_left
         del counts[pair]
@@ -286,20 +289,25 @@ def learn_merges(words, most_merges):
 # 4. Encoding, fast
 # ------------------------------------------------------------------------------------------------------------
 def encode_word(ids, rank_of, made_by):
-    """The ids of one word's bytes -> the ids of its tokens.  Of the merges that fit, the one that was learned first
-    is done, at its leftmost place, until none fits.  (These are the ids of `encode_word_plain`: the pairs that a
-    merge makes hold its new id, so only later merges can glue them.  Hence the lowest rank that fits is the merge that
-    `encode_word_plain` does next.)
+    """The ids of one word's bytes -> the ids of its tokens.  As long as a merge fits, it takes the one that was learned
+    first, at its leftmost place.  (These are the ids of `encode_word_plain`: the pairs that a merge makes hold its new
+    id, so only later merges can glue them.  Hence the lowest rank that fits is the merge that `encode_word_plain` does
+    next.)
 
     ids: with -1 at both ends.  -1 merges with nothing, so each id that can merge has two neighbours;
     rank_of: {(left id, right id): the rank of their merge, 0 for the one that was learned first};
     made_by: made_by[rank] is the id that this merge makes.
 
-    The heap holds (rank, place) of each pair that may merge; ranks[place] is the true rank of the pair that begins
-    there, None if it does not merge.  A merge leaves its id at the left place, and None at the right one.  There are
-    fewer than n merges, each pushes at most two entries, and a push takes log n steps.  So a word of n bytes takes
-    about n log n steps, also one of a million bytes without a space.  (A run of None is the rest of one token.  So a
-    loop skips at most the bytes of one token.)"""
+    ranks[place] is the rank of the pair that begins at this place, None if no merge glues it.  The heap holds (rank,
+    place) of the pairs that may merge.  A merge leaves its id at the left place, and None at the right one.  "hug" with
+    the example's merges (117, 103), which makes 256, and (104, 256), which makes 257:
+
+        ids     -1 104 117 103 -1        -1 104 256 None -1        -1 257 None None -1
+        ranks   None None 0 None         None 1 None None          None None None None
+
+    There are fewer than n merges, each pushes at most two entries, and a push takes log n steps.  So a word of n bytes
+    takes about n log n steps, also one of a million bytes without a space.  (A run of None is the rest of one token.
+    So a loop below skips at most the bytes of one token.)"""
     get = rank_of.get
     ranks = list(map(get, pairwise(ids)))
     heap = [(rank, place) for place, rank in enumerate(ranks) if rank is not None]
@@ -372,7 +380,8 @@ class Encoder(dict):
 # holds only <|endoftext|> separates documents (section 6).
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
-# Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.
+# Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.  (<|im_end|>
+# ends a turn.  Some tokenizers have no other end.)
 TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
 
 
@@ -434,7 +443,7 @@ class Tokenizer:
         return self.decode(token for token in ids if token not in self.special.values())
 
     def special_id(self, *names):
-        """The id of the first of these special tokens that there is."""
+        """The id of the first of these names that this tokenizer has as a special token."""
         for name in names:
             if name in self.special:
                 return self.special[name]
@@ -468,8 +477,9 @@ class Tokenizer:
 
         (No line end stands behind "two" in this file; if there were one, it would be kept.)  A line that holds only
         <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in TEXT_ENDS), and the line
-        ends beside it go.  (But a part (path, start, end) that starts just behind such a line keeps the line ends with
-        which it begins.)  The last document of each file ends with that id, too.  There are no empty documents.
+        ends beside it go.  (A part (path, start, end) may start just behind such a line, as the part that is held out
+        does (split_point).  It then keeps the line ends with which it begins.)  The last document of each file ends
+        with that id, too.  There are no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -479,16 +489,15 @@ class Tokenizer:
         results = run_chunks(encode, [*chain(*parts)], progress)
         with replace_file(out) as file:
             for part in parts:
-                last = boundary
+                last_id = boundary                      # at the start as if a document had just ended
                 # zip takes as many results as the part has chunks.  `part` stands first: otherwise zip would take one
                 # result of the next file before it ends
                 for _, ids in zip(part, results):
-                    # last: the two bytes that were written last; at the start as if a document had just ended
-                    if last == boundary:                # no document is empty
+                    if last_id == boundary:             # no document is empty
                         ids = ids.removeprefix(boundary)
                     file.write(ids)
-                    last = ids[-2:] or last             # the last id: two bytes
-                if last != boundary:
+                    last_id = ids[-2:] or last_id       # an id has two bytes
+                if last_id != boundary:
                     file.write(boundary)
             return file.tell() // 2
 
@@ -527,10 +536,11 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        # How many ids stand before the text, for example 3: <|user|> and a system text of two ids.  (Head and text
-        # are encoded together, so an id may belong to both, and this is only about right.)
+        # The text loses its beginning: `kept` ids before it stay, then `surplus` ids are left out.  Example: <|user|>
+        # and a system text of two ids stand before the text, so kept is 3.  (Head and text are encoded together, so an
+        # id may belong to both, and this is only about right.)
         kept = len(self.join(*before, head))
-        if kept + len(self.join(*after)) > room:
+        if kept + len(self.join(*after)) > room:        # no room for all that: the first id alone is kept
             kept = 1
         surplus = len(ids) - room
         return ids[:kept] + ids[kept + surplus:]
@@ -612,9 +622,9 @@ class Tokenizer:
 # ------------------------------------------------------------------------------------------------------------
 # 6. Large files: documents, chunks
 # ------------------------------------------------------------------------------------------------------------
-# A line that holds only <|endoftext|> is ^<\|endoftext\|>\r?$.  `re` is much faster if a pattern begins with plain
-# bytes.  So this one finds the name, and then looks back, (?<=^...), whether the name began a line: it does not find
-# the name in the line "see <|endoftext|>".  With (?m) each line has a beginning ^ and an end $.
+# A line that holds only <|endoftext|> is ^<\|endoftext\|>\r?$.  (With (?m) each line has a beginning ^ and an end $.)
+# `re` is much faster if a pattern begins with plain bytes.  So this one finds the name first.  Then (?<=^...) looks
+# back: did the name begin a line?  In "see <|endoftext|>" it did not, so that is no separator.
 SEPARATOR = re.compile(rb"(?m)<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$")
 # one separator or several, and the line ends behind each
 SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*")
@@ -642,10 +652,12 @@ def encode_chunk(encoder, boundary, *chunk):
 
 def find_cut(window):
     """Where a file may be cut: an offset into these bytes of it.  The ids of the two sides, one after the other, are
-    the ids of the whole (except at the last resort below; a cut behind a separator gives its id twice, of which
-    encode_files leaves one out).  The cut is at the first place that is
+    the ids of the whole.  (There are two exceptions.  One is the last resort below.  And between two separators, with
+    an empty document between them, both sides have an id of the boundary; encode_files leaves one out.)  The cut is at
+    the first place that is
 
-        before white space, behind any other character but ">", which may end a separator,
+        before white space, behind any character but white space and ">" (a separator may end with ">"; the line end
+            behind it would then begin the next chunk's text),
         or behind a separator and its line ends.
 
     If there is no such place, as in a window of one letter alone, it is in the middle, between two characters.  (A
@@ -670,7 +682,7 @@ def split_point(path):
     there is none, it moves to the nearest line.  If there is no line, it stays, even within a character: tokens are
     made of bytes."""
     size = os.path.getsize(path)
-    # of a file below 1 MB this is more than `tail` has, so the cut is where that begins
+    # a file below 1 MB: held_out is 100 kB, more than the tail below has, so `target` is 0, where the tail begins
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte
     tail = read_chunk(path, low)

@@ -11,12 +11,14 @@
 
 Read before it: tokenizer.py, model_cpu.py.  This file, sft.py and rl.py rest on two ideas, rows and runs.
 
-A row is a pair (ids, mask).  ids are the tokens that the model reads, and mask says which of them it learns to
-predict.  A row can be a window of a text, a conversation, an answer that the model has drawn, or a sentence.  A step
-learns from some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
+A row is a pair (ids, mask).  ids are tokens.  The model reads them (the last ones it only predicts), and mask says
+which of them it learns to predict.  A row can be a window of a text, a conversation, an answer that the model has
+drawn, or a sentence.  A step learns from some rows; each may have a weight.  make_batch turns rows into arrays, and
+row_losses measures rows.
 
-A run is a folder.  A new run first writes its checkpoint of step 0, into a hidden folder that gets its name after the
-first steps.  Then every run, new or old, is opened from its folder and goes on from the checkpoint that is there.
+A run is a folder.  A new run first writes its checkpoint of step 0, into a hidden folder.  This gets its name after the
+first steps: so a run that fails at once takes no older run's place.  Every run, new or old, is opened from its folder
+and goes on from the checkpoint that is there.
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -33,8 +35,8 @@ Why a resumed run is exact, bit for bit:
   * Sums are added in the same order.  On the CPU that order follows from the threads and the micro-batch, which are
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
-  * (In rl.py the batch depends on the weights, too: REINFORCE draws its answers, and DPO measures its pairs with them.
-    And DPO also saves the log-probabilities of its reference, which the trained weights cannot give any more.)
+  * rl.py adds to this: its batch depends on the weights, too, which are saved anyway.  And DPO saves the
+    log-probabilities of its reference, which the trained weights cannot give any more.
 The code, the libraries, the files and the kind of machine must not have changed.  With another number of processes the
 losses differ by rounding.
 
@@ -75,8 +77,9 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 # ------------------------------------------------------------------------------------------------------------
 # 1. Rows
 # ------------------------------------------------------------------------------------------------------------
-# A row is (ids (n,), mask (n,)).  The model reads ids and predicts from each position the next id; mask[i] says
-# whether ids[i] is learned.  For example, where only the answer "Yo" and its end are learned:
+# A row is (ids (n,), mask (n,)).  The model reads all ids but the last (of a window of pretraining: but the last K),
+# and from each it predicts the next one; mask[i] says whether ids[i] is learned.  For example, where only the answer
+# "Yo" and its end are learned:
 #
 #     t                    0      1      2           3          4        5
 #     ids              <|user|>   Hi  <|end|>  <|assistant|>    Yo    <|end|>
@@ -84,18 +87,20 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 #     target of head 0    -1     -1     -1          Yo       <|end|>
 #     target of head 1    -1     -1     Yo        <|end|>      -1
 #
+# A target of -1 means that nothing is learned there.  In the example each head learns two targets, "Yo" and <|end|>.
+# The loss of head k is the mean of -log p over its targets in the whole step.  So every learned token weighs the same:
+#
 #     loss_k = -1/n_k  (the sum of  log p_k(ids[t+1+k] | ids[0..t])  over all rows, and all t with mask[t+1+k] = 1)
 #     total  = loss_0 + mtp_weight * mean of loss_1 .. loss_(K-1)
 #
-# p_k is the softmax of head k's logits, and n_k the number of terms of this sum in the whole step: so every learned
-# token weighs the same.  A target of -1 means that there is no term.  In the example each head has two terms, for "Yo"
-# and <|end|>.  make_batch writes the targets of all heads as one row, for K = 2 here -1 -1 -1 Yo <|end|> -1
-# (and more -1 for the padding).  Head k reads it from the entry k on.
+# p_k is the softmax of head k's logits, and n_k the number of its targets.  make_batch writes the targets of all heads
+# as one row, for K = 2 here -1 -1 -1 Yo <|end|> -1 (and more -1 for the padding).  Head 0 reads the entries from 0 on,
+# head 1 those from 1 on, as the table shows.
 def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
-    W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So fewer different
-    lengths occur, and an engine has to prepare arrays for another length less often.)  Shorter rows are padded on the
+    W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So there are few
+    different lengths, and an engine seldom has to prepare arrays for another one.)  Shorter rows are padded on the
     right, with targets of -1: attention is causal, so no earlier position sees the padding.
 
     A window of pretraining has T + K ids, another row at most T + 1.  The model reads the first T.  The next one is the
@@ -106,8 +111,8 @@ def make_batch(rows, T, K):
     for b, (ids, mask) in enumerate(rows):
         read = ids[:-1][:W]
         inputs[b, :len(read)] = read
-        places = np.flatnonzero(mask[1:])
-        targets[b, places] = ids[1:][places]
+        learned = np.flatnonzero(mask[1:])      # as indices of the targets, which are ids[1:]
+        targets[b, learned] = ids[1:][learned]
     return inputs, targets
 
 
@@ -118,9 +123,9 @@ def padded_lengths(rows, T):
 
 def batches_of_one_length(rows, order, T, tokens):
     """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.  A
-    batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first: a caller that keeps
-    this order allocates memory once.  order: an array of the indices; among rows of one length it says which come
-    first."""
+    batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first: then the
+    arrays of the first batch are large enough for the others.  order: an array of the indices; among rows of one length
+    it says which come first."""
     lengths = padded_lengths(rows, T)
     order = order[np.argsort(-lengths[order], kind="stable")]
     batches = []
@@ -137,8 +142,8 @@ def count_learned(rows):
 
 
 def window_count(size, T, K):
-    """The number of windows in an epoch.  Each epoch has another shift, so that a token does not stand at the same
-    place of its window every time.  The windows start at shift, shift + T, shift + 2T, ..., where shift is 0 to T - 1.
+    """The number of windows in an epoch.  Each epoch draws a shift, so that a token does not stand at the same place of
+    its window every time.  The windows start at shift, shift + T, shift + 2T, ..., where shift is 0 to T - 1.
     The last of n windows starts at shift + (n-1) T and needs T + K tokens.  For the largest shift, T - 1, this is
         T - 1 + (n-1) T + T + K <= size,  so  n <= (size - K - T + 1) / T
     For example T = 4, K = 2, size = 20: n is 3, and with the shift 3 the windows are the tokens 3 to 8, 7 to 12 and 11
@@ -170,9 +175,9 @@ def epoch_order(count, seed, epoch, stride):
 
 
 def shuffled(count, seed, first, number, stride=1):
-    """-> the terms first .. first + number - 1 of an endless random sequence.  An epoch of it has `count` terms: shift,
-    shift + stride, shift + 2 stride, ..., each once, in random order.  For pretraining a term is the place where a
-    window starts.  With a stride of 1 it is an index into a list."""
+    """-> the terms first .. first + number - 1 of an endless random sequence.  For pretraining a term is the place
+    where a window starts, and `stride` is T.  With a stride of 1 a term is an index into a list of `count` items.  An
+    epoch has `count` terms: shift, shift + stride, shift + 2 stride, ..., each once, in random order."""
     terms = []
     for i in range(first, first + number):
         shift, order = epoch_order(count, seed, i // count, stride)
@@ -185,8 +190,8 @@ def shuffled(count, seed, first, number, stride=1):
 # ------------------------------------------------------------------------------------------------------------
 # train() is what pretraining, fine-tuning and rl.py share.  A Job is what they do not share, two functions:
 #   batch: step, counted from 0 -> (rows, weights).  With weights None every learned token weighs the same, and all
-#       heads learn.  With weights (n,), one for each row, only head 0 has a loss.  batch is a pure function of the
-#       step and of the model's weights, so that a run can be resumed.
+#       heads learn.  With weights (n,), one for each row, only head 0 has a loss.  What batch returns depends
+#       on the step and on the model's weights alone (and in DPO on saved numbers), so that a run can be resumed.
 #   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, text), ...],
 #       what the model says (in DPO also the two answers of a pair).
 Job = collections.namedtuple("Job", "batch evaluate")
@@ -197,12 +202,12 @@ EARLY = 16, 64              # these steps are evaluated, too, because the loss f
 def train(training, job, stop):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished.
 
-    The first pass of the loop makes no step.  It only evaluates: at step 0 of a new run, and at the step of a resumed
-    run if that is one to be evaluated.
+    Each pass of the loop makes a step and, if it is time, evaluates.  The first pass makes no step.  It only evaluates:
+    at step 0 of a new run, and at the step of a resumed run if that is one to be evaluated.
 
-    After some steps their numbers are read and shown, the run is saved, or it stops.  It is saved before an evaluation,
-    every save_every steps, and before it stops.  To read a number from a GPU the host must wait for it: so a GPU's
-    numbers are read less often.
+    The rest of a pass is about three things.  The numbers of the steps are read and shown.  The run is saved: before an
+    evaluation, every save_every steps, and before it stops.  And it stops after a signal (Ctrl-C, say).  To read a
+    number from a GPU the host must wait for it: so a GPU's numbers are read less often.
 
                           numbers are read                              stopped, after a signal
         a CPU             after every step                              after this step
@@ -238,7 +243,7 @@ def train(training, job, stop):
                 stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
                 training.state["seconds"] = time.monotonic() - began
                 report(training, log, waiting, must_read or stopping)
-                if log:
+                if log:         # rank 0 alone
                     # A new run has made a step: its folder gets its name.  (By now all ranks have read it.)
                     checkpoint.take_name(training.out)
                 waiting = []
@@ -451,11 +456,14 @@ def setting(kind, meaning, default=dataclasses.MISSING):
 
 @dataclasses.dataclass
 class Settings:
-    """What a run is, beside the sizes of its model (Config) and its base.  Two runs have the same losses, bit for bit,
-    if these, the sizes and the base are the same, and so are files, code, libraries, kind of machine and number of
-    processes.  (--resume can change some on the way: see apply_options.  The losses then differ.)  Most settings are
-    options.  An option that is missing gets the preset's value, or the best for this machine (make_settings), or the
-    default at the end of its line."""
+    """What a run is, beside the sizes of its model (Config) and its base.
+
+    Most settings are options.  An option that is missing gets the preset's value, or the best for this machine
+    (make_settings), or the default at the end of its line.
+
+    Two runs have the same losses, bit for bit, if their settings, sizes and bases are the same, and so are files, code,
+    libraries, kind of machine and number of processes.  (--resume can change some settings on the way: see
+    apply_options.  The losses then differ.)"""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
     # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
@@ -542,7 +550,8 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
     take_engine(device, config, ranks)
     on_gpu = device == "gpu"
     windows = model_gpu.ceil_div(batch_tokens // config.context, ranks.size)
-    most_windows = max(1, (32768 if on_gpu else 4096) // config.context)    # more tokens are not faster (measured)
+    # 32768 or 4096 tokens in a micro-batch: with more a step was not faster
+    most_windows = max(1, (32768 if on_gpu else 4096) // config.context)
     rows = options.get("micro_batch", min(windows, most_windows))
     cores = min(rows, max(1, available_cores() // ranks.size))
     return {"device": device,
@@ -561,8 +570,8 @@ def take_engine(device, config, ranks):
 
 
 def make_settings(options, preset, config, usual, ranks):
-    """-> Settings: the options, and for those that are missing the usual values.  (In `usual` a later value replaces an
-    earlier one: the preset's, then the options', then the machine's.)"""
+    """-> Settings: the options, and for those that are missing the usual values.  (`usual` begins as those of the
+    preset.  Then the options replace them, and then what the machine needs.)"""
     T = config.context
     usual = {**usual, "preset": preset, "mtp_weight": float(config.mtp_weight),
              "batch_tokens": max(1, usual["batch_tokens"] // T) * T}
@@ -618,7 +627,8 @@ def go(script, options, out, begin, make_job):
 def create_run(script, out, settings, config, tokenizer, base=None):
     """Write a new run, at step 0: with a base's weights, or with random ones.  It is then opened from its folder, as a
     resumed run is."""
-    # what the run reads must not lie in the folder that it replaces: no such path may begin with OUT/
+    # A folder that this run replaces is renamed.  So what the run reads must not lie in it: no such path may begin with
+    # OUT/
     paths = [path for path in (base, *settings.data) if path]
     inside = [path for path in paths if f"{realpath(path)}/".startswith(f"{realpath(out)}/")]
     require(not inside, f"--out {out} holds what the run reads, {', '.join(inside)}: name another folder.")

@@ -1,4 +1,5 @@
-"""The README's numbers, each by one command.  decode, train and scale measure a peer with --peer, the others always.
+"""The README's numbers, each by one command.  cpu, tokenizer and attention measure a peer, too; decode, train and scale
+do with --peer.
 
     python tests/bench.py                   what this machine can measure, but scale and curves; or one by its name:
     python tests/bench.py cpu               a training step on the CPU, beside PyTorch's

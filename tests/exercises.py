@@ -7,8 +7,8 @@ Read before it: model_cpu.py and gradcheck.py.  To use it you need not read it:
     python gradcheck.py --exercise all               a table of all of them
 
 How it works.  A small model trains, draws and learns a tokenizer, and every call of an exercise's function in
-that run is recorded; some calls are made by hand.  The original, the reader's function and the planted bugs then run on copies of the
-recorded arguments, and all arrays are compared.
+that run is recorded; some calls are made by hand.  The original, the reader's function and the planted bugs then run on
+copies of the recorded arguments.  All arrays are compared but those that a function only computes in.
 
 What it does not do: it does not read the reader's source, so any way that gives the right arrays is right.
 And it does not ask whether the originals are right: that is gradcheck.py's part.

@@ -76,7 +76,7 @@ def test_the_newest_turns_are_read_with_the_system_text_before_them(models, monk
     session = load_session(models, "--max-tokens 3", template)
     chat.run_command("/system Be brief.", session)
     turns = []
-    for text, answer in [("one", "ab"), ("two", "abc"), ("<|end|>", "a"), ("4", "abc"), ("5" * 70, "a"), ("6", "ab"), ("7" * 200, "a"), ("8", "a")]:
+    for text, answer in [("one", "ab"), ("two", "abc"), ("<|end|>", "a"), ("4", "abc"), ("5" * 71, "a"), ("6", "ab"), ("7" * 200, "a"), ("8", "a")]:
         session.answer(text)
         turns.append((text, answer))
         for first in range(len(turns)):

@@ -131,7 +131,7 @@ def test_rounds_where_it_should_and_nowhere_else(version):
         ("sm_75", 64), ("sm_86", 64), ("sm_89", 64), ("sm_100", 64),
         ("sm_70", 32), ("sm_80", 32), ("sm_70", 128), ("sm_80", 128)))])
 def test_compiles_for_gpus(arch, D):
-    """No register is spilled, and no static shared memory is more than every GPU gives."""
+    """Two kernels spill registers of 8 bytes at most, the others none; and no static shared memory is more than every GPU gives."""
     for precision in ["fp32"] if arch in ("sm_70", "sm_75") else ["fp32", "tf32", "bf16"]:
         parts, _, _ = model_gpu.flash_sizes(precision, D, arch not in ("sm_86", "sm_89", "sm_120"))
         threads = model_gpu.row_threads(6144 if D == 64 else 768)

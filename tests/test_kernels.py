@@ -1,7 +1,7 @@
-"""kernels.cu on the CPU: every kernel against the functions of model_cpu.py that it covers, launched by model_gpu.py where it
+"""kernels.cu on the CPU: nearly every kernel against the functions of model_cpu.py that it covers, launched by model_gpu.py where it
 has a function for that, at odd shapes, in fp32 and bf16 storage, with threads and blocks in three orders, between guard
 zones.
-test_model_gpu.py has the others in whole steps and texts: AdamW, Muon, norm and clipping, decode_logits."""
+test_model_gpu.py has the others in whole steps and texts: AdamW, Muon, norm and clipping, copy_weights, decode_logits."""
 import re
 
 import numpy as np
