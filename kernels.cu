@@ -385,19 +385,20 @@ KERNEL rope(real* qkv, real* cache, Floats angles, Ints lengths,
     Floats angle = angles + t * D + pair;
     Eight x1 = load8(x), x2 = load8(x + D / 2);
     Eight c = load8(angle), s = load8(angle + D / 2);
-    Eight y1 = x1, y2 = x2;
-    if (head < H + G) {
-        FOR(i, 8) {
-            y1.x[i] = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
-            y2.x[i] = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
+    FOR(i, 8) {
+        float y1 = x1.x[i] * c.x[i] - x2.x[i] * s.x[i];
+        float y2 = x2.x[i] * c.x[i] + x1.x[i] * s.x[i];
+        if (head < H + G) {  // v is not turned
+            x1.x[i] = y1;
+            x2.x[i] = y2;
         }
-        store8(x, y1);
-        store8(x + D / 2, y2);
     }
+    store8(x, x1);
+    store8(x + D / 2, x2);
     if (!cache || head < H) return;
     real* to = cache + ((Index(n / T) * stride + t) * 2 * G + head - H) * D + pair;
-    store8(to, y1);
-    store8(to + D / 2, y2);
+    store8(to, x1);
+    store8(to + D / 2, x2);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -569,19 +570,18 @@ KERNEL adamw(float* param, real* copy, float* grad, float* m, float* v,
 // in X.
 //
 // running_mean makes the new m of the old one, and then u = momentum m + (1 - momentum) grad of the new one (Nesterov).
-// newton_schulz takes u, and divides u by its
-// norm, for which muon_momentum leaves sums of squares.
+// newton_schulz takes u, and divides u by its norm, for which muon_momentum leaves sums of squares.
 __device__ Eight running_mean(Eight m, Eight g, float momentum) {
     FOR(j, 8) m.x[j] = momentum * m.x[j] + (1.0f - momentum) * g.x[j];
     return m;
 }
 
-// m = momentum m + (1 - momentum) grad, then grad = u; squares (layers, blocks): sums of the squares of u. After a
-// norm that is not finite this kernel and the next one leave everything as it is: the matmuls then compute with
-// what lay in X, and muon_apply throws the result away.
+// m = momentum m + (1 - momentum) grad; squares (layers, blocks): sums of the squares of u. After a norm that is not
+// finite this kernel and the next one leave everything as it is: the matmuls then compute with what lay in X, and
+// muon_apply throws the result away.
 // Grid (blocks, layers); 256 threads.
-KERNEL muon_momentum(float* squares, float* m, float* grad,
-                     Floats state,
+KERNEL muon_momentum(float* squares, float* m,
+                     Floats grad, Floats state,
                      Index stride, int size, float momentum) {
     __shared__ float slots[32];
     if (state[2]) return;
@@ -591,26 +591,27 @@ KERNEL muon_momentum(float* squares, float* m, float* grad,
     FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
         Eight g = load8(grad + i);
         Eight mean = store8(m + i, running_mean(load8(m + i), g, momentum));
-        Eight u = store8(grad + i, running_mean(mean, g, momentum));
+        Eight u = running_mean(mean, g, momentum);
         sum += dot8(u, u);
     }
     sum = block_sum(sum, slots);
     if (threadIdx.x == 0) squares[blockIdx.y * gridDim.x + blockIdx.x] = sum;
 }
 
-// X = u / (|u| + 1e-7), and grad, which holds u, becomes 0.
+// X = u / (|u| + 1e-7), and grad = 0. u is computed again: that is faster than to write and to read it.
 // Grid (blocks, layers), the same as of muon_momentum; 256 threads.
 KERNEL muon_input(real* X, float* grad,
-                  Floats squares, Floats state,
-                  Index stride, int size) {
+                  Floats m, Floats squares, Floats state,
+                  Index stride, int size, float momentum) {
     if (state[2]) return;
     X += Index(blockIdx.y) * size;
+    m += blockIdx.y * stride;
     grad += blockIdx.y * stride;
     float sum = 0.0f;
     FOR(b, gridDim.x) sum += squares[blockIdx.y * gridDim.x + b];
     float norm = sqrtf(sum) + 1e-7f;
     FOR_STRIDED(i, own_eight(blockIdx.x), size, 2048 * gridDim.x) {
-        Eight u = load8(grad + i);
+        Eight u = running_mean(load8(m + i), load8(grad + i), momentum);
         FOR(j, 8) u.x[j] /= norm;
         store8(X + i, u);
         store8(grad + i, {});
@@ -712,7 +713,7 @@ matmul(void* out, Reals a, Reals b,
 // 8. Decoding: a few new tokens, after earlier ones whose k and v are in the KV cache
 // -----------------------------------------------------------------------------------------------------------
 // One new token must read nearly all weights of the model. That limits how fast it can be: for a large model it is
-// most of the time; for big it is a quarter, and the rest is waiting at the beginning and end of each kernel. So a
+// most of the time; for big it is a fifth, and the rest is waiting at the beginning and end of each kernel. So a
 // layer is only five kernels, each made for few rows:
 //
 //     decode_qkv          x  ->  q, k, v           reads norm1, qkv;  k and v go to the cache

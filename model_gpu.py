@@ -338,10 +338,10 @@ def linear_forward(gpu, out, x, w):
     gemm(gpu, out, x, w, transpose_b=True)
 
 
-def linear_backward(gpu, dx, dw, dout, x, w):
+def linear_backward(gpu, dx, dw, dout, x, w, add=True):
     """dw (O,I) += dout.T @ x, summed in fp32 in every precision; then dx (N,I) = dout (N,O) @ w.  dx may lie where x
-    lies."""
-    gemm(gpu, dw, dout, x, transpose_a=True, add=True)
+    lies.  add False: dw holds zeros, and is not read."""
+    gemm(gpu, dw, dout, x, transpose_a=True, add=add)
     gemm(gpu, dx, dout, w)
 
 
@@ -441,16 +441,16 @@ def block_forward(gpu, w, saved, shared, before, increment):
     return saved.x_mid, increment                                                   # Euler substep 2
 
 
-def block_backward(gpu, w, dw, saved, shared, dx):
+def block_backward(gpu, w, dw, saved, shared, dx, add):
     """In place on dx (N,C): on entry d loss / d (output), on exit d loss / d (input).  The layer's gate_up is
-    overwritten."""
+    overwritten.  add: see linear_backward."""
     dn = shared.n
     dh = shared.dh
     dqkv = shared.dqkv
     dgain = shared.dgain
 
     def linear(dx, name, dout, x):
-        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name))
+        linear_backward(gpu, dx, getattr(dw, name), dout, x, getattr(w, name), add)
 
     # x = x + h @ down.T
     linear(dh, "down", dx, saved.h)                                                 # (N,C) -> (N,F)
@@ -554,7 +554,7 @@ def muon_update(gpu, flats, starts, work, state, lr, decay, momentum):
     place = state, int64(params.size // L), size            # from layer to layer, and of a matrix
     for i, start in enumerate(starts):
         gpu.launch("muon_momentum", blocks, 256, squares[i * L:], m[start:], grads[start:], *place, momentum)
-        gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], squares[i * L:], *place)
+        gpu.launch("muon_input", blocks, 256, X[i * L:], grads[start:], m[start:], squares[i * L:], *place, momentum)
     newton_schulz(gpu, X, Y, A, B)
     for i, start in enumerate(starts):
         gpu.launch("muon_apply", (ceil_div(size, 2048), L), 256, params[start:], weights[start:], Y[i * L:],
@@ -662,6 +662,7 @@ class Model:
             free, _ = cupy.cuda.runtime.memGetInfo()
             pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
         self.updates = 0                            # calls of update
+        self.added = True                           # whether grads may hold more than zeros
         self.communicator = None                    # sums gradients over several GPUs: train.py
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)
@@ -815,11 +816,14 @@ class Model:
     log_probs = model_cpu.Model.log_probs
 
     def backward(self, last=True):
-        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  last: this is the step's last
-        micro-batch, after which the gradients of several GPUs are added up."""
+        """Add d(total loss)/d(param) of the last forward to grads; once a forward.  After an update the gradients are
+        zero, so the first backward need not read those of the matrices.  last: this is the step's last micro-batch,
+        after which the gradients of several GPUs are added up."""
         require(self.saved, "backward needs a forward of its own, and between them neither logits nor update.")
         layers, shared = self.saved
         self.saved = None
+        add = self.added
+        self.added = True
         gpu = self.gpu
         w = self.weights
         grads = self.grads
@@ -828,16 +832,16 @@ class Model:
 
         def launch():
             # logits = final @ heads.T
-            linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"])       # (N,K*V) -> (N,C)
+            linear_backward(gpu, final, grads["heads"], shared.logits, final, w["heads"], add)  # (N,K*V) -> (N,C)
             # final = rmsnorm(x)
             rmsnorm_backward(gpu, dx, grads["norm"], final, shared.x, shared.rstd, w["norm"],
                              shared.dgain, add=False)                           # (N,C)
             for i in reversed(range(len(layers))):
-                block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx)
+                block_backward(gpu, layer_views(w, i), layer_views(grads, i), layers[i], shared, dx, add)
             # x = embed[tokens]
             embedding_backward(gpu, grads["embed"], dx, shared.order, shared.starts)
 
-        shared.replays["backward"](launch)
+        shared.replays["backward", add](launch)
         if last and self.communicator:
             self.communicator.all_reduce(self.flat_grads)
 
@@ -848,6 +852,7 @@ class Model:
         next backward: the host must stop."""
         c = self.config
         self.updates += 1
+        self.added = False
         self.saved = None
         self.decoder.forget()
         gradient_norm(self.gpu, self.state, self.partial, self.flat_grads, muon_part(c, self.optimizer), clip)
