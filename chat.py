@@ -47,7 +47,7 @@ class Session:
         self.tokenizer = tokenizer
         self.settings = settings
         self.chat_form = bool(tokenizer.template)
-        # what ends an answer; or a text: the first of TEXT_ENDS that this tokenizer has
+        # what ends an answer; for a pretrained model what ends a text
         self.stop = tokenizer.end_of_turn if self.chat_form else tokenizer.special_id(*TEXT_ENDS)
         # how many tokens of the window the turns may fill: in chat form a quarter is left to the answer
         self.room = context - context // 4 if self.chat_form else context
@@ -56,8 +56,8 @@ class Session:
 
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
-        system text is put before the first of them, so it stays when old turns are dropped.  (It is lost only while one
-        answer grows longer than the window.)"""
+        system text is put before the first of them, so it stays when old turns are dropped.  (If it is itself too long
+        for this room, it loses its beginning.  While an answer outgrows the window, what stands before it is lost.)"""
         if not self.chat_form:
             text, answer = self.turns[0]                    # an empty text: the model begins after an end-of-text token
             return (self.tokenizer.encode(text) or [self.stop]) + answer

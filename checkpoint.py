@@ -102,7 +102,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        # A file of ours has both keys.  Each alone shows that it is ours, so one damaged name does not hide that
+        # A file of ours has both keys.  If a damaged byte has spoiled the name of one, the other still shows that
         if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:
@@ -262,7 +262,7 @@ def save(folder, model, tokenizer, state, chat=False):
     write_file(f"{folder}/tokenizer_config.json", json.dumps(settings, indent=2).encode())
 
     config = json.dumps(llama_config(model.config, end), indent=2).encode()
-    # load compares these checksums, so that config.json and tokenizer.json cannot be replaced by others.
+    # load compares these checksums, and refuses another config.json or tokenizer.json.
     metadata = {"format": "pt", "step": str(model.step), "config": f"{crc32(config):08x}",
                 "tokenizer": checksum(f"{folder}/tokenizer.json")}
     params = model_cpu.param_views(model.read(model.flat_params), model.config)

@@ -8,9 +8,9 @@ Read model_cpu.py before this.  The runs:
     python gradcheck.py --gpu         the GPU engine's gradients against float64, in every precision
     python gradcheck.py --exercise linear      write this function yourself (graded by tests/exercises.py)
 
-The idea.  A gradient is a slope: move one weight w by h and see by how much the loss f moves.  This runs only the
-forward.  So it judges the backward without using it.  The usual quotient is (f(w+h) - f(w-h)) / 2h.  A better
-one takes four values (f^(5) is the fifth derivative):
+The idea.  A gradient is a slope: move one weight w by h and see by how much the loss f moves.  Only the forward runs
+for that.  So the backward is judged by something that does not use it.  The usual quotient is (f(w+h) - f(w-h)) / 2h.
+A better one takes four values (f^(5) is the fifth derivative):
 
     f'(w) = (f(w-2h) - 8 f(w-h) + 8 f(w+h) - f(w+2h)) / 12h  +  h^4 f^(5)(w) / 30 + ...
 
@@ -18,9 +18,12 @@ To see it, write the four as Taylor series about w.  With the factors 1, -8, 8 a
 cancel.
 
 It is called the five-point formula (the fifth point is w, with the factor 0); the usual quotient has three points.
-Why five?  There are two errors.  The formula's own error falls with h: as h^4 with five points, as h^2 with three.  The
-rounding of f is about 1e-16 of f.  It is divided by h, so it grows as h falls.  The best h is where the two errors are
-about equal.  Measured on the first tiny model, worst of all 4,944 entries:
+Why five?  There are two errors:
+
+    the formula's own       about h^4 with five points, h^2 with three
+    the rounding of f       about 1e-16 f / h
+
+The best h is where the two are about equal.  Measured on the first tiny model, worst of all 4,944 entries:
 
     h               5e-6      1e-5      1e-4      2e-4      1e-3
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
@@ -49,10 +52,10 @@ attention's gradients by themselves.)
 What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
 Examples are RoPE on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one.  f is a different
 function then, and its slopes agree.  So the forward is compared with two others, which share no layer with it:
-forward_plain of model_cpu, and plain_losses below, which computes the loss token by token in loops.  (Both end with
-single heads.  What each head weighs in the total loss, Config.head_weights, tests/test_train.py checks.)  If the author
-has misunderstood the model itself, all three agree and are wrong.  Only code of other people can show that: PyTorch
-and Hugging Face's Llama, in tests/peers.
+forward_plain of model_cpu, and plain_losses below, which computes the loss token by token in loops.
+(tests/test_train.py checks what each head weighs in the total loss.)  If the author has misunderstood the model itself,
+all three agree and are wrong.  Only code of other people can show that: PyTorch and Hugging Face's Llama, in
+tests/peers.
 
 The check of the CPU does not look at the optimizer, at cached decoding, or at float32: see tests/test_model_cpu.py.
 What --gpu leaves out is in tests/test_on_gpu.py.
@@ -78,8 +81,8 @@ TINY = model_cpu.Config(dim=16, heads=4, kv_heads=2, layers=2, hidden=24, contex
 TIED = replace(TINY, layers=1, predict=1, tied=True)        # as other people's models are
 ROW_WEIGHTS = [1.5, -0.5]    # a weight for each row in the loss: one text becomes more probable, the other less (rl.py)
 TINY_STEP = 2e-4         # h: the best of the table above
-# A bar is the largest error that passes.  The right code has 6.3e-11.  Of the planted bugs that spoil slopes the
-# mildest, norm_eps, gives 1.2e-5.  (The other bugs spoil only the forward.)
+# A bar is the largest error that passes.  The right code has 6.3e-11.  A planted bug that spoils slopes at all spoils
+# them by 1.2e-5 (norm_eps) or more.
 TINY_BAR = 1e-8
 FORWARD_BAR = 1e-12      # of the forward's distance from forward_plain and plain_losses: it is 2.4e-15
 
@@ -117,7 +120,7 @@ def make_problem(config, T, std=None):
     targets = rng.integers(0, config.vocab, (2, T + config.predict - 1))
     tokens[:, 5] = tokens[:, 1]         # a token that occurs twice
     targets[0, ::7] = -1                # masked targets
-    targets[1, 2:9] = -1                # with T = 7 head 2 reads targets 2 to 8: in this row it has nothing to learn
+    targets[1, 2:9] = -1                # with T = 7 head 2 reads targets 2 to 8: a row in which a head learns nothing
     return model, tokens, targets
 
 
@@ -145,8 +148,7 @@ def check_entries(model, tokens, targets, every=1, row_weights=None):
         weight = model.params[name].flat                        # a view of one axis
         numeric = [slope(loss, weight, i, TINY_STEP) for i in entries]
         by_hand = gradient.flat
-        # float_info.min is above 0, but tiny.  If by_hand is 0 by mistake in a whole tensor, the errors are huge; if it
-        # is right, and numeric is 0, too, they are 0
+        # float_info.min, the smallest number, stands for 0: so a tensor whose gradient is 0 by mistake has huge errors
         errors = np.abs(by_hand[entries] - numeric) / (abs(by_hand[largest]) + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf                       # NaN > bar is False: it would pass
         worst = np.argmax(errors)
@@ -159,7 +161,12 @@ def check_entries(model, tokens, targets, every=1, row_weights=None):
 # ------------------------------------------------------------------------------------------------------------
 def plain_losses(w, config, tokens, targets):
     """(K,) losses.  Token by token, head by head: a token reads the list of the keys and values before it and its own.
-    It has no mask and no batch, so these cannot be wrong."""
+    There is no mask and no batch, so these cannot be wrong.
+
+    RoPE by complex numbers, for q and k alone: entries j and j + D/2 of a head are one complex number.  Position t
+    turns it by the angle t theta^(-2j/D).  Let a + ib be such a number of q, and c + id the one of k beside it.  They
+    add ac + bd to q . k, which is the real part of conj(c + id) (a + ib).  So q . k is the real part of np.vdot(k, q),
+    which takes the conjugates of its first argument, and adds up."""
     H = config.heads
     G = config.kv_heads
     D = config.dim // H
@@ -175,10 +182,6 @@ def plain_losses(w, config, tokens, targets):
             x = w["embed"][token]
             for i, past in enumerate(layers):
                 parts = (w[f"layers.{i}.qkv"] @ norm(x, f"layers.{i}.norm1")).reshape(-1, D)        # (H+2G,D)
-                # RoPE, for q and k alone: entries j and j + D/2 of a head are one complex number.  Position t turns it
-                # by the angle t theta^(-2j/D).  Why is q . k then the real part of vdot(k, q)?  Let a + ib be a number
-                # of q, and c + id the one of k beside it.  conj(c + id) (a + ib) has the real part ac + bd, which is
-                # what the two pairs add to q . k.  np.vdot takes the conjugates of its first argument, and adds up
                 a, b = np.split(parts[:-G], 2, axis=1)
                 turned = (a + 1j * b) * np.exp(1j * t * frequency)          # (H+G,D/2)
                 past.append((turned[H:], parts[-G:]))
@@ -317,9 +320,11 @@ BACKWARD = ["heads", "norm", *(f"layers.{i}.{name}" for i in (1, 0) for name in 
 def report_damage(replacements, every=17):
     """Put these functions into model_cpu for a moment, check TINY, and print which tensors are wrong -> whether
     anything is.  (A function looks up the functions that it calls in its module, at each call.  So it finds those that
-    were put there.)  every: only each 17th entry of a tensor is checked, for speed.  Of the embedding (16, 16) these
-    are the diagonal, one entry of each row: so the token that occurs twice is checked.  With ROW_WEIGHTS every 200th
-    entry is enough: a wrong sign of a weight spoils whole tensors."""
+    were put there.)
+
+    For speed not all entries are checked.  Without weights of rows it is each 17th: of the embedding (16, 16) the
+    diagonal, one entry of each row, so the token that occurs twice is checked.  With ROW_WEIGHTS it is each 200th,
+    because a wrong sign of a weight spoils whole tensors."""
     with patch.dict(vars(model_cpu), replacements):       # only inside this block
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)

@@ -21,7 +21,7 @@ Letters, here and in the CUDA code, and in the other files unless they say other
     B batch        T time (positions)    C model width (dim)       L layers             N = B*T tokens
     H query heads  G key/value heads     D = C/H head width        R = H/G              F feed-forward width
     V vocabulary   K prediction heads: head k predicts token t+1+k of the text from position t
-    S scores of attention                P probabilities of attention           (both from section 3 on)
+    S scores of attention                P probabilities of attention
     J keys that T queries read: J = T in training; J > T if a KV cache holds earlier ones
 
 model_gpu.py has the same layers and the same Model, and is checked against this file.  gradcheck.py checks this
@@ -58,9 +58,10 @@ from tokenizer import Tokenizer
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config): dim, hidden and
-    vocab must be multiples of 8, dim a multiple of 2 * heads, heads a multiple of kv_heads; a tied head needs predict
-    1."""
+    """The sizes of a model.  ValueError, in one sentence, if they do not fit together (check_config):
+    dim, hidden and vocab must be multiples of 8, because a thread of a GPU takes 8 numbers at a time;
+    dim must be a multiple of 2 * heads, because RoPE turns pairs; heads must be a multiple of kv_heads;
+    a tied head needs predict 1."""
     dim: int                    # C
     heads: int                  # H
     kv_heads: int               # G: every R = H/G query heads share one key/value head (GQA, Ainslie et al. 2023)
@@ -74,7 +75,7 @@ class Config:
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
     rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2d/D)
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # the largest T of a loaded model, kept to write it back into its config.json
+    positions: int = None       # for checkpoint.py alone: the largest T that a loaded model was made for
 
     def __post_init__(self):
         if self.hidden is None:
@@ -135,9 +136,9 @@ def forward_plain(w, config, tokens):
     def rmsnorm(x, gain):                                                           # (T,C) -> (T,C)
         return x / np.sqrt(np.mean(x ** 2, axis=1, keepdims=True) + config.norm_eps) * gain
 
-    def rope(x):    # (T,D) -> (T,D): rotates the pair (x_d, x_{d+D/2}) at position t by angle[t, d] (see rope_forward)
+    def rope(x):    # (T,D) -> (T,D): rotates the pair (x_d, x_{d+D/2}) at position t by angle[t, d] (why: rope_forward)
         x1, x2 = np.split(x, 2, axis=1)
-        return np.hstack([x1 * cos - x2 * sin, x2 * cos + x1 * sin])    # scores then depend on distances alone
+        return np.hstack([x1 * cos - x2 * sin, x2 * cos + x1 * sin])
 
     x = w["embed"][tokens]                                                          # (T,C)
     for i in range(config.layers):
@@ -162,7 +163,11 @@ def forward_plain(w, config, tokens):
 # 2. Arrays by name
 # ------------------------------------------------------------------------------------------------------------
 # All weights lie in one flat array, and what a step computes lies in another.  This section gives the parts of such an
-# array their names and shapes.  A reader may skip it at first: the layers below have the same names.
+# array their names and shapes.  A reader may skip it at first: the layers below have the same names.  The weights of
+# small, as param_table lists them:
+#
+#     | embed  | qkv, out, gate_up, down of layer 0 | of layers 1 to 3 | heads   | norm1, norm2 of each layer; norm |
+#     | 65,536 | 181,248                            | 543,744          | 262,144 | 1,152                            |
 
 def table_size(table):
     """Number of scalars in a table of (name, shape)."""
@@ -214,11 +219,11 @@ def work_table(config, B, T):
     F = config.hidden
     scores_shape = B, config.kv_heads, config.heads // config.kv_heads, T, T        # (B,G,R,T,T)
 
-    def rows(**widths):
-        """N rows of these widths."""
+    def tall(**widths):
+        """{name: (N, width), ...}"""
         return {name: (N, width) for name, width in widths.items()}
 
-    saved = rows(x_in=C,                        # x before the layer
+    saved = tall(x_in=C,                        # x before the layer
                  n1=C,                          # the output of the first norm
                  qkv=config.qkv_width,          # queries, keys and values; q and k are rotated
                  y=C,                           # the output of attention, all heads side by side
@@ -230,7 +235,7 @@ def work_table(config, B, T):
     saved |= {"P": scores_shape,                # the probabilities of attention
               "rstd1": (N,),                    # 1 / sqrt(mean of squares + eps) of each row of x_in
               "rstd2": (N,)}                    # the same of x_mid
-    shared = rows(x=C,                          # the residual stream
+    shared = tall(x=C,                          # the residual stream
                   increment=C,                  # what a substep adds to x; in the backward, to dx
                   final=C,                      # the output of the last norm
                   exp_sum=config.predict,       # sum over the vocabulary of exp(logit - max), for each head
@@ -253,7 +258,7 @@ def work_table(config, B, T):
 # ------------------------------------------------------------------------------------------------------------
 # The contract of a pair.
 #
-#     NAME_forward(out, ..., inputs)                   writes its results into arrays of the caller, outputs first
+#     NAME_forward(out, ..., inputs)                   writes its results into arrays of the caller, its first arguments
 #     NAME_backward(dinputs, dweights, dout, ...)      takes dout = d loss / d out and what the forward has saved
 #
 # A backward WRITES the gradients of activations.  It ADDS (+=) to the gradients of weights, because a step may have
@@ -314,16 +319,17 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
 #          = r dxhat_j - r xhat_j (1/C) sum_i dxhat_i xhat_i
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
-# The second term is a projection, the part of r dxhat that points along x: the part of a vector d along xhat is
-# xhat (d . xhat) / |xhat|^2, and |xhat|^2 = C.  (That is exact if eps is 0: then the mean square of xhat is 1.)
-# RMSNorm discards the length of x, so moving x along itself does not change the output: this term removes that part.
+# The second term is a projection.  The part of a vector d along xhat is xhat (d . xhat) / |xhat|^2, and |xhat|^2 = C.
+# (That is exact if eps is 0: then the mean square of xhat is 1.)  So the second term takes away the part of r dxhat
+# that points along x.  It must be so: RMSNorm discards the length of x, so moving x along itself does not change the
+# output.
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
     along = dout * xhat
     dgain += np.ones(len(x), x.dtype) @ along       # along.sum(axis=0), as a product: it is faster
     mean = along @ gain / x.shape[1]                # (N,) mean_i dxhat_i xhat_i
-    projection = np.multiply(xhat, mean[:, None], out=xhat)     # in xhat's memory
+    projection = xhat * mean[:, None]
     np.multiply(dout, gain, out=dx)                 # dxhat
     dx -= projection
     dx *= rstd[:, None]
@@ -388,7 +394,7 @@ def rope_table(config, dtype):
 # broadcasting over R is all that grouped-query attention needs.
 def by_group(x, config):
     """View (B,G,R,T,D) of x (B,T,heads*D), R = heads / G: the heads group by group."""
-    # (B,T,G*R*D) -> (B,T,G,R,D), which are the axes 0 to 4 -> (B,G,R,T,D)
+    # (B,T,G*R*D) -> (B,T,G,R,D).  Its axes 0 2 3 1 4 are (B,G,R,T,D)
     return x.reshape(*x.shape[:2], config.kv_heads, -1, config.head_dim).transpose(0, 2, 3, 1, 4)
 
 
@@ -409,18 +415,20 @@ def causal_mask(T, J, dtype):
     tokens.  So query i is token i + J - T, and key j is too late if j > i + J - T.  For example T = 2, J = 4:
     [0 0 0 -inf], [0 0 0 0].
 
-    Where else is the mask?  It is made here for attention_forward and, for new tokens, for Decoder._attention.
-    forward_plain has its own line; flash_attn.cu loops up to the query (section 0), or compares positions (section 1;
-    mask_future in section 2).  Decoding a few tokens on a GPU, and gradcheck.plain_losses, read only the keys up to the
-    token itself, so they need no mask."""
+    Where is the mask on each path?
+        attention_forward; Decoder._attention       this function
+        forward_plain                               np.tril
+        flash_attn.cu, section 0                    a loop that ends at the query
+        flash_attn.cu, sections 1 and 2             positions are compared (in section 2 by mask_future)
+        decoding a few tokens on a GPU; gradcheck.plain_losses      none: only the keys up to the token are read"""
     return np.triu(np.full((T, J), -np.inf, dtype), J - T + 1)
 
 
 def attend(out, P, q, k, v, mask):
-    """Attention (Vaswani et al. 2017) of T queries i to J keys j.  Token i takes the share
-    P_ij of the value of token j.  The share is large where the query of i fits the key of j.  A score is a sum of D
-    products.  With random signs its size is about sqrt(D).  Divided by that it stays about 1: with large scores a token
-    would take one value alone.  Per head, with scale = 1/sqrt(D):
+    """Attention (Vaswani et al. 2017) of T queries i to J keys j.  Token i takes the share P_ij of the value of token
+    j.  The share is large where the query of i fits the key of j.  With large scores a token would take one value
+    alone.  A score is a sum of D products, so with random signs its size is about sqrt(D).  It is divided by that, and
+    so is about 1.  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_l exp(S_il)       out_i = sum_j P_ij v_j
 
@@ -443,17 +451,17 @@ def attention_forward(out, P, qkv, config):
     attend(by_group(out, config), P, q, k, v, mask)
 
 
-# Derivation, for one head.  (Here Q, K, V are its queries, keys and values as matrices; O = out, dO = dout.)
+# Derivation, for one head.  Here the letters Q, K, V mean its queries, keys and values as matrices, O out and dO dout.
+# Twice it uses ∂P = P ∂(log P), because log P is simpler than P.
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
 #     P_i = softmax(S_i):                log P_ij = S_ij - log sum_l exp(S_il), so
 #                                        ∂P_ij/∂S_il = P_ij ∂(log P_ij)/∂S_il = P_ij ([j == l] - P_il), so
 #                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il
 #                                              = sum_j dP_ij P_ij [j == l] - sum_j dP_ij P_ij P_il
-#                                              = P_il (dP_il - delta_i)
-#                                        with delta_i = sum_j P_ij dP_ij
-#                                                     = sum_j P_ij (dO_i . v_j) = dO_i . (sum_j P_ij v_j)
-#                                                     = dO_i . O_i:  a sum of D products, not of J, so cheaper
+#                                              = P_il (dP_il - delta_i),  delta_i = sum_j P_ij dP_ij
+#                                        delta can be had without dP, by D products in place of J:
+#                                        delta_i = sum_j P_ij (dO_i . v_j) = dO_i . (sum_j P_ij v_j) = dO_i . O_i
 #     S_ij = scale q_i . k_j         =>  dq_i  = scale sum_j dS_ij k_j        dQ = scale dS K
 #                                        dk_j  = scale sum_i dS_ij q_i        dK = scale dS^T Q
 # The mask needs no line here: where it is -inf, P is 0, and so is dS.
@@ -499,9 +507,7 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    # Until the last line silu lies in the memory of dgate.  NumPy computes that line's second factor, which needs silu,
-    # before it writes dgate there
-    silu = np.multiply(gate, sigmoid, out=dgate)
+    silu = gate * sigmoid
     np.multiply(dout, silu, out=dup)
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
 
@@ -607,9 +613,8 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     exp_sum   (N,K)    sum over v of exp(logit - max)
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
-    divisor   (K,)     the number of the head's targets in the whole step, at least 1.  Where texts have weights, as in
-                       rl.py, only head 0 has a loss: check_batch then makes the divisors of the further heads inf,
-                       and x / inf = 0.
+    divisor   (K,)     the number of the head's targets in the whole step, at least 1; inf for a head that has no loss
+                       (check_batch: the further heads in rl.py)
     weights   (N,1)    w, of each token, the same within a text; or 1
 
     Returns nll (N,K)."""
@@ -624,9 +629,10 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 
 
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
-#     loss = log sum_v exp(z_v) - z_y       =>  dz_v = exp(z_v) / sum_u exp(z_u) - [v == y] = p_v - [v == y]
-# This is multiplied by head_weight_k / divisor_k, and by the row's own weight, if it has one (rl.py gives one).  A
-# masked row has the gradient 0.
+#     nll = log sum_v exp(z_v) - z_y        =>  ∂nll/∂z_v = exp(z_v) / sum_u exp(z_u) - [v == y] = p_v - [v == y]
+#     total loss = sum over n, k of  head_weight_k w_n nll_nk / divisor_k
+#                                           =>  dz_v = head_weight_k w_n / divisor_k (p_v - [v == y])
+# (The weight w_n of a row is 1, but in rl.py.)  A masked row has the gradient 0.
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
     head_weights: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""
@@ -646,17 +652,6 @@ def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
 # Why the correction: from m = 0, after t steps of a constant g,
 #     m = (1 - beta1)(1 + beta1 + ... + beta1^(t-1)) g = (1 - beta1^t) g.
 # Dividing by 1 - beta1^t gives g back.  Decay is decoupled: it never enters m and v.
-#
-# What decay does: it makes the weights forget old steps.  They become an average over about the last 1 / (lr decay)
-# steps.  Let u_t be the direction of step t (for AdamW mhat / (sqrt(vhat) + eps)), and a = lr decay.  Then
-#     param_1 = (1 - a) param_0 - lr u_1
-#     param_2 = (1 - a)^2 param_0 - lr (1 - a) u_1 - lr u_2
-#     param_3 = (1 - a)^3 param_0 - lr (1 - a)^2 u_1 - lr (1 - a) u_2 - lr u_3
-# and so on.  Since lr = a / decay, param_t is an average: of param_0 with the share (1 - a)^t, and of -u_s / decay with
-# the share a (1 - a)^(t-s) for each step s.  (The shares add up to 1.)  A step's share shrinks by the factor 1 - a in
-# each later step, and in tau = 1 / a steps to about 1/e of what it was (Wang & Aitchison 2025; docs/notes.md has what
-# was measured).  In a run the rate changes, and with it a.  At the end of training the initial weights keep a share of
-# 2% in big, and of 59% in small.  All this holds for Muon, too.
 def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     """In place, on flat arrays of one length; step counts from 1.  The gradient is set to 0, because the next backward
     adds to it."""
@@ -669,23 +664,36 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
     grad[...] = 0.0
 
 
+# What decay does (this may be skipped).  It makes the weights forget old steps: they become an average over about the
+# last tau = 1 / (lr decay) steps.  Let u_t be the direction of step t (for AdamW mhat / (sqrt(vhat) + eps)), and a = lr
+# decay.  Then
+#     param_1 = (1 - a) param_0 - lr u_1
+#     param_2 = (1 - a)^2 param_0 - lr (1 - a) u_1 - lr u_2
+#     param_3 = (1 - a)^3 param_0 - lr (1 - a)^2 u_1 - lr (1 - a) u_2 - lr u_3
+# and so on.  Since lr = a / decay, param_t is an average: of param_0 with the share (1 - a)^t, and of -u_s / decay with
+# the share a (1 - a)^(t-s) for each step s.  (The shares add up to 1.)  A step's share shrinks by the factor 1 - a in
+# each later step, and in tau = 1 / a steps to about 1/e of what it was (Wang & Aitchison 2025; docs/notes.md has what
+# was measured).  In a run the rate changes, and with it a.  At the end of training the initial weights keep a share of
+# 2% in big, and of 59% in small.  All this holds for Muon, too.
+
+
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 
 
 # Muon (Jordan et al. 2024): momentum, orthogonalised.
 #
-# The gradient of a weight matrix is nearly of low rank, and mostly its running mean M is, too: a few singular values
-# are large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
+# The gradient of a weight matrix, and usually its running mean M, is nearly of low rank: a few singular values are
+# large, and a step along M moves the weights in these few directions alone.  Muon steps along U V^T instead, where
 # M = U S V^T is the singular value decomposition.  (The columns of U, and those of V, are unit vectors at right angles
 # to each other; S is diagonal, with the singular values s >= 0.)  So every direction that the gradient knows gets a
 # step of the same length.
 #
 # Why this direction?  (This may be skipped.)  Suppose that M were the gradient itself.  Of all steps that lengthen no
-# vector, |step @ x| <= |x| for every x, -U V^T lowers the loss fastest.  For to first order the loss changes by the sum
-# of gradient * step.  That is the sum over i of s_i u_i . (step @ v_i), with the columns u_i of U and v_i of V.  Each
-# u_i . (step @ v_i) is at least -1, because u_i and v_i are unit vectors.  With the step -U V^T each is -1.
+# vector, |step @ x| <= |x| for every x, -U V^T lowers the loss fastest.  To first order, with the columns u_i, v_i:
+#     change of the loss = sum of (gradient * step) = sum over i of  s_i u_i . (step @ v_i)
+# Each u_i . (step @ v_i) is at least -1, because u_i and v_i are unit vectors.  With the step -U V^T each is -1.
 #
-# No singular values need be computed.  (U, S and V are those of the decomposition here, not vocabulary or scores.)
+# No singular values need be computed.  (S and V mean those of the decomposition here, not scores and vocabulary.)
 # Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
@@ -757,7 +765,7 @@ def matrix_table(config):
 
 
 def layer_matrices(part, config):
-    """These matrices of all layers, as views into the layers' part of a flat buffer."""
+    """-> list of these matrices of all layers, views into the layers' part of a flat buffer."""
     return [layer[place].reshape(shape)
             for layer in part.reshape(config.layers, -1) for shape, place in matrix_table(config)]
 
@@ -782,8 +790,8 @@ def update_table(config, optimizer):
 
 
 def muon_part(config, optimizer):
-    """The slice of the flat buffers that Muon updates.  Without Muon it is empty and lies at their end.  Model.update
-    clips what lies before and behind this slice."""
+    """The slice of the flat buffers that Muon updates, a row of update_table.  Without Muon it is empty and lies at
+    their end.  Model.update clips what lies before and behind this slice."""
     for rule, part, _, _ in update_table(config, optimizer):
         if rule == "muon":
             return part
@@ -835,7 +843,8 @@ class Model:
         self.rope = rope_table(config, dtype)
         # NumPy's warnings are set per thread.  The pool's threads are silent; the caller checks the loss.
         pool = ThreadPoolExecutor(threads, initializer=np.seterr, initargs=("ignore",))
-        self.map = pool.map if threads > 1 else map     # both give the results in order; list() waits for all of them
+        # map(function, jobs), on threads if there are several.  Both give the results in order; list() waits for all
+        self.map = pool.map if threads > 1 else map
         self.decoder = self.new_decoder(1, config.context)
 
     def refresh(self):
@@ -848,15 +857,15 @@ class Model:
         """A Decoder of so many texts (rows) at once, each of at most `length` tokens."""
         return Decoder(self, rows, length)
 
-    def _trunk(self, tokens, layers, shared, attentions=None, first=0):
-        """tokens (B,T), of which the first stands at position `first` of its text -> shared.final (N,C): rmsnorm(x)
-        after the last layer.  layers, shared: the arrays of work_table, which then hold what the backward needs.
-        attentions: what each layer calls for attention; None: attention_forward."""
+    def _trunk(self, tokens, layers, shared, attention_functions=None, first_position=0):
+        """The trunk: embedding, all layers, last norm.  tokens (B,T), of which the first stands at `first_position` of
+        its text -> shared.final (N,C).  layers, shared: the arrays of work_table, which then hold what the backward
+        needs.  attention_functions: what each layer calls for attention; None: attention_forward."""
         x = shared.x
-        attentions = attentions or [attention_forward] * self.config.layers
-        rope = self.rope[:, first:first + tokens.shape[1]]
+        attention_functions = attention_functions or [attention_forward] * self.config.layers
+        rope = self.rope[:, first_position:first_position + tokens.shape[1]]
         embedding_forward(x, tokens.ravel(), self.params["embed"])
-        for w, saved, attention in zip(self.layers, layers, attentions):
+        for w, saved, attention in zip(self.layers, layers, attention_functions):
             block_forward(x, w, saved, shared, self.config, rope, attention)
         rmsnorm_forward(shared.final, shared.rstd, x, self.params["norm"], self.config.norm_eps)
         return shared.final
@@ -878,14 +887,13 @@ class Model:
         """tokens (B,T), targets (B,T+K-1), of which -1 is masked -> (K,) losses in nats: the sum of head k's losses,
         divided by counted[k].
 
-        counted (K,): the divisors.  Without weights these are the numbers of targets of each head that are not masked,
-        in the whole step; by default, in this call.  ValueError where head 0 has none at all.
+        counted (K,): the number of targets that are not masked, of each head, in the whole step.  None: in this call.
+        ValueError where head 0 has none at all.
 
-        weights (B,), one for each text: rl.py passes its own, and log_probs np.ones.  Head 0's loss is then the sum of
-        w_b (-log p) / counted[0], and the caller may choose any divisor of at least 1.  The losses of the further heads
-        are 0."""
+        weights (B,), one for each text: rl.py passes its own, and log_probs np.ones.  Then only head 0 has a loss, the
+        sum of w_b (-log p) / counted[0], and counted[0] is any number of at least 1."""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
-        self.pending = self.workspaces[:len(tokens)]        # a text is never divided, so a share has one text at least
+        self.pending = self.workspaces[:len(tokens)]        # no more shares than texts: a text is never divided
         # with one thread there is one share, the whole batch
         shares = [np.array_split(array, len(self.pending)) for array in (tokens, targets, weights)]
         losses = sum(self.map(self._forward_share, self.pending, *shares))
@@ -957,7 +965,7 @@ class Model:
         must stop, and can look at the gradient."""
         c = self.config
         muon = muon_part(c, self.optimizer)
-        # three views.  Muon's part is not clipped (why: above muon_update); the other two are scaled below
+        # three views.  Muon's part is not clipped, because its step has one length anyway; the other two are, below
         before, of_muon, after = np.split(self.flat_grads, [muon.start, muon.stop])
         squares = before @ before + after @ after
         norm = math.sqrt(squares + of_muon @ of_muon)
@@ -972,9 +980,8 @@ class Model:
         for rule, part, part_of_v, decayed in update_table(c, self.optimizer):
             arrays = [self.flat_params[part], self.flat_grads[part], self.m[part]]
             if rule == "muon":
-                # matrices: param, grad and m of each matrix
-                for matrices in zip(*[layer_matrices(array, c) for array in arrays]):
-                    jobs.append(partial(muon_update, *matrices, lr, decay, momentum))
+                for param, grad, m in zip(*[layer_matrices(array, c) for array in arrays]):
+                    jobs.append(partial(muon_update, param, grad, m, lr, decay, momentum))
             elif rule == "adamw":
                 numbers = self.step, lr, beta1, beta2, eps, decay if decayed else 0.0
                 arrays.append(self.v[part_of_v])
@@ -1054,10 +1061,11 @@ class Decoder:
         _attention with this layer's part of the cache."""
         tokens = self.checked(tokens)
         (saved,), shared = self.workspace.buffers(*tokens.shape)        # the arrays of one layer, for all layers
-        attentions = [partial(self._attention, cache) for cache in self.cache]
+        functions = [partial(self._attention, cache) for cache in self.cache]
         layers = itertools.repeat(saved)            # for each layer the same arrays
-        final = self.model._trunk(tokens, layers, shared, attentions, self.position)                    # (B*n,C)
-        self.tokens += tokens[0].tolist()           # only now: Ctrl-C may stop the line above
+        final = self.model._trunk(tokens, layers, shared, functions, self.position)                     # (B*n,C)
+        # only now: if Ctrl-C stops the line above, the cache stays as it was
+        self.tokens += tokens[0].tolist()
         final = final.reshape(len(tokens), -1, self.config.dim)[:, -last:]                              # (B,last,C)
         return self.model._head_logits(final.reshape(-1, self.config.dim), heads)
 
@@ -1124,8 +1132,8 @@ def window_start(n, context):
     128: n = 128 -> 0, 129 -> 64, 192 -> 64, 193 -> 128.  It is a pure function of n.  So cached decoding and
     recomputation from scratch see the same window."""
     stride = context - context // 2                 # tokens by which a full window moves on
-    # n - context tokens are too many.  The window starts at the next multiple of the stride
-    return max(0, n - context + stride - 1) // stride * stride
+    # n - context tokens are too many: these, rounded up to whole strides
+    return max(0, math.ceil((n - context) / stride)) * stride
 
 
 def gumbel(seed, t, ids):
@@ -1268,16 +1276,17 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     rounding (see below).  vocab: only ids below it are drawn (a tokenizer may have fewer tokens than the model has
     rows).
 
-    model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.  Then NumPy's
-    products have fewer rows, and round differently.  In rare cases another token is drawn.
+    model.decoder keeps what it has read.  Of a text that begins like the last one, only the rest is read.
 
-    speculate: True: with all K heads; False: with head 0 alone; None: with model.draft_heads drafts.  On the CPU the
-    text is that of single steps up to the rounding of NumPy's products, whose sums depend on the number of rows."""
+    speculate: True: with all K heads; False: with head 0 alone; None: with model.draft_heads drafts.
+
+    Rounding: on the CPU a product of fewer rows rounds differently.  So in rare cases another token is drawn, with
+    drafts or where a part of the text was read before."""
     seed = secrets.randbits(64) if seed is None else seed % 2**64
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
-    as_batch(model.config, [tokens[-context:]])     # an error for ids out of range; a GPU checks long prompts alone
+    as_batch(model.config, [tokens[-context:]])     # ids out of range are an error (a GPU checks only long prompts)
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:
@@ -1297,8 +1306,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft
-        # The drafts that head 0 drew as well are accepted.  The token that head 0 draws after them comes in any case,
-        # so at most `room` drafts are.
+        # The drafts that head 0 drew as well are accepted, but at most `room`: the token that head 0 draws after them
+        # takes a place, too.
         room = end - len(text) - 1
         accepted = common_length(drafts[:room], drawn)
         decoder.truncate(len(window) + accepted)    # the drafts that were not accepted are forgotten

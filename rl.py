@@ -15,7 +15,10 @@ every method the gradient with respect to the logits is (derived beside cross_en
 
     d loss / d logits = w (p - onehot(y)) / N
 
-w is one number for a whole answer, onehot(y) is 1 at y and else 0, and N is the number of the step's learned tokens.
+    w           one number for a whole answer
+    onehot(y)   1 at y, else 0
+    N           the number of the step's learned tokens
+
 Pretraining and fine-tuning have w = 1 for head 0: make the text more probable.  REINFORCE and DPO only choose another
 w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 derives both.
 
@@ -64,8 +67,8 @@ GROUP = 16                  # answers to one prompt
 # A baseline b, any number that does not depend on the answer, may be subtracted from r, because
 #     sum_a pi(a) b d log pi(a) = b sum_a d pi(a) = b d(sum_a pi(a)) = b d(1) = 0.
 # We take for b the mean reward of the group, which is the g = GROUP answers to one prompt.  So an answer counts by how
-# much better it is than the others, and the noise is far smaller.  This b does depend on the answer, because the
-# answer's own r is a part of the mean:
+# much better it is than the others, and the noise is far smaller.  Strictly, this b depends on the answer, because the
+# answer's own r is a part of the mean.  That does no harm:
 #     b     = r/g + (1 - 1/g) (the mean of the g - 1 others)
 #     r - b = (1 - 1/g) (r - the mean of the others)
 # The others are drawn independently, so their mean is a true baseline: it does not depend on this answer.  What is left
@@ -75,7 +78,7 @@ GROUP = 16                  # answers to one prompt
 #     log pi(a) = sum over its tokens of log p[y]
 #     d loss / d logits = 1/N (r - b) (p - onehot(y))
 # A mean over answers divides by their number.  The loop of train.py divides by N, the number of their tokens, instead.
-# This, too, changes only the length.
+# In a step this, too, changes only the length.
 def reinforce_weights(rewards):
     """rewards (n,) of groups of GROUP answers -> weights (n,): each reward minus the mean of its group."""
     by_group = np.reshape(rewards, (-1, GROUP))
@@ -91,7 +94,7 @@ def reinforce_weights(rewards):
 # pi (log pi - log ref) by pi is log pi - log ref + 1.)
 #     k    = r(a) - beta (log pi(a) - log ref(a) + 1)
 #     r(a) = beta (log pi(a) - log ref(a)) + (k + beta)
-# and k + beta is the same for both answers of a pair.  So it falls out of z = r(chosen) - r(rejected).
+# and k + beta is the same for both answers of a pair.  So it cancels in z = r(chosen) - r(rejected).
 # The chance that the model agrees with the choice is taken to be sigmoid(z), as Bradley & Terry (1952) have it
 # for the difference of two scores, and the loss is its -log:
 #     z = beta ((log pi_c - log ref_c) - (log pi_r - log ref_r))              c: chosen, r: rejected
@@ -119,7 +122,7 @@ def dpo_loss(z):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Rewards
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 40          # of an answer, at most, about two sentences; for REINFORCE also a quarter of the context
+ANSWER_TOKENS = 40          # of an answer, at most: about two sentences.  (In a short context REINFORCE takes fewer.)
 
 
 # A reward is a function of four arguments, and gives a number:
@@ -239,7 +242,8 @@ def pair_rows(tokenizer, pair, T):
     for answer in (chosen, rejected):
         conversation = system, [*turns[:-1], (question, answer)]
         ids, mask = sft.make_row(tokenizer, conversation, T)
-        # the mask has the answers of all turns; behind the last id that is not learned stands the last answer
+        # the mask is True for the answers of all turns, for example 0 0 1 1 0 0 1 1 1.  The last answer stands behind
+        # its last 0
         end_of_prompt = np.flatnonzero(~mask)[-1]
         rows.append((ids, np.arange(len(ids)) > end_of_prompt))
     return rows

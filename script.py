@@ -48,8 +48,8 @@ def require(good, sentence):
 
 @contextmanager
 def refusing(what):
-    """with refusing("FILE is damaged"): in this block something is made from the content of a file.  If that fails, the
-    error becomes one line: "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences for
+    """with refusing("FILE is damaged"): an error in this block, which uses the content of a file, becomes one line:
+    "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences for
     them.  (The file of a reward is code.  It may call sys.exit, which raises SystemExit.)"""
     try:
         yield
@@ -307,7 +307,7 @@ def check_text(path):
     be damaged: a few such bytes are kept, and learned like any others."""
     require(not holds_records(path), f"{path} holds records, not a text: sft.py and rl.py learn from records.")
     start = read_chunk(path, 0, 1 << 20)
-    # a tenth is held out: of 10 bytes one
+    # a tenth is held out, and that must be a byte at least
     require(len(start) > 9, f"{path} is empty, or almost: there is no text in it.")
     damaged = re.findall("[\0\udc80-\udcff]", start.decode("utf-8", "surrogateescape"))
     kind = "UTF-16, or binary (it holds NUL bytes)" if "\0" in damaged else "Latin-1 or Windows-1252"
@@ -665,9 +665,9 @@ def check_config(c):
 def find_records(path):
     """-> the path of the conversations that go with the text at `path`: play.txt has play-chat.json.  If that file is
     missing, it is made from the text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a
-    question, and the next speech its answer.  Only the last 90 kB are used (of a short play an eleventh), because
-    pretraining holds out a little more than that (tokenizer.split_point; less, if a separator stands near the end).
-    If `path` is a file of records, it is returned as it is."""
+    question, and the next speech its answer.  Only the end of the play is used, the last 90 kB or an eleventh:
+    pretraining holds out a little more (tokenizer.split_point), if no separator stands near the end.  If `path` is a
+    file of records, it is returned as it is."""
     if holds_records(path):
         return path
     records = splitext(path)[0] + "-chat.json"

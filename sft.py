@@ -15,8 +15,8 @@ loss:
 
 So the model learns to answer and not to ask.  It also learns to stop, because the end of an answer is one of its
 tokens (Ouyang et al. 2022, "Training language models to follow instructions with human feedback": this is the first
-of its three steps).  The prompt still takes part: the answer attends to it.  So the weights also learn how to read a
-prompt: the gradient flows through its keys and values.
+of its three steps).  The prompt still takes part, because the answer attends to it.  The gradient flows back through
+the prompt's keys and values, so the weights also learn how to read a prompt.
 
 Read before it: train.py.  Its rows, its loop and its folders of runs are used here unchanged.  Model, loss and
 optimizers are the same, too.  From top to bottom:
@@ -73,9 +73,9 @@ def make_row(tokenizer, conversation, T):
 
 
 def make_prompt(tokenizer, system, text, T, first=True):
-    """The ids of a turn, up to where the answer begins.  They are at most three quarters of the window T, so that there
-    is room for an answer.  A longer text of the user loses its beginning, because an answer depends most on the end of
-    the question.  (If several turns together are too long, make_row cuts the end.)"""
+    """The ids of a turn, up to where the answer begins.  They are at most about three quarters of the window T, so that
+    there is room for an answer.  A longer text of the user loses its beginning, because an answer depends most on the
+    end of the question.  (If several turns together are too long, make_row cuts the end.)"""
     return tokenizer.prompt(text, T - T // 4, system, first)
 
 
@@ -154,7 +154,7 @@ def hold_out(items, openings):
     """Split items, each of which has an opening -> (the items to learn, the items held out).  A tenth of the different
     openings is drawn at random, but at least 1 and at most MOST_HELD_OUT.  All items with one of these openings are
     held out.  So no opening is learned and also asked in an evaluation.  The draw does not depend on --seed: so
-    rl.py, with any seed, holds out the questions of a file that sft.py held out."""
+    rl.py holds out the same questions of a file as sft.py."""
     different = list(dict.fromkeys(openings))
     require(len(different) > 1, "the data has one prompt only; it needs two, to learn one and hold one out.")
     number = max(1, min(MOST_HELD_OUT, len(different) // 10))
@@ -190,8 +190,8 @@ def find_data(preset, base):
 # ------------------------------------------------------------------------------------------------------------
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
-# The arguments of train.defaults; steps 0: as many as the epochs take.  The rates were chosen by short runs with AdamW.
-# The default optimizer is Muon.  With these rates small reaches the same loss by either (docs/notes.md).
+# The arguments of train.defaults; steps 0: as many as the epochs take.  The rates were chosen by short runs, and serve
+# Muon, the default, and AdamW alike (docs/notes.md).
 DEFAULTS = {
     #                      steps, batch_tokens, lr, warmup, every
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},

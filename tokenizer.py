@@ -13,8 +13,8 @@ took the 256 bytes as the first symbols.  So every text in every script has an e
                  --merges-->  32 256 119 101 114          merge 0 is (l, o) = (108, 111): it makes 256, "lo"
                               32 257 101 114              merge 1 is (lo, w) = (256, 119): it makes 257, "low"
 
-The pair (l, o) occurs twice, and so does (o, w).  Of two such pairs the one with the smaller left id goes first (of two
-with one left id, that with the smaller right id), so that nothing is left to chance.  Now no pair occurs twice, so the
+The pair (l, o) occurs twice, and so does (o, w).  Of two such pairs the one with the smaller left id goes first.  If
+the left ids are equal, the smaller right id decides.  So nothing is left to chance.  Now no pair occurs twice, so the
 merges end: " lower" is 4 tokens in place of 6 bytes.
 
 Sections: 1 the idea; 2 words; 3 learning, fast; 4 encoding, fast; 5 the Tokenizer; 6 large files (optional);
@@ -32,7 +32,7 @@ from array import array
 from collections import Counter, defaultdict
 from functools import cache, partial
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, pairwise
+from itertools import chain, count, islice, pairwise
 
 # Plumbing: errors, files, processes.  script.py explains it, and it can wait.
 from script import (Parser, find_chunks, newest_checkpoint, read_chunk, read_json, refusing, replace_file, require,
@@ -58,11 +58,11 @@ def learn_merges_plain(words, most_merges):
     Among pairs that occur equally often, the smallest is taken: first by its left id, then by its right id.  The
     list ends when no pair occurs more than once: what occurs once is no pattern.  All pairs are counted again for each
     merge.  `learn_merges` gives the same list faster."""
-    rows = {word: [*to_bytes(word)] for word in words}
+    ids_of = {word: [*to_bytes(word)] for word in words}
     merges = []
     for new_id in range(256, 256 + most_merges):
         counts = Counter()
-        for word, ids in rows.items():
+        for word, ids in ids_of.items():
             for pair in pairwise(ids):
                 counts[pair] += words[word]
         most = max(counts.values(), default=0)
@@ -70,15 +70,15 @@ def learn_merges_plain(words, most_merges):
             break
         best = min(pair for pair in counts if counts[pair] == most)
         merges.append(best)
-        for word in rows:
-            rows[word] = replace_pair(rows[word], best, new_id)
+        for word in words:
+            ids_of[word] = replace_pair(ids_of[word], best, new_id)
     return merges
 
 
 def replace_pair(ids, pair, new_id):
     """Glue each such pair of neighbours into one new id, from left to right: in "aaa" the first two are glued.
-    The last entry of `replaced` may be a new_id from the step before.  It is never glued again, because new_id is not
-    in `pair`."""
+    The last entry of `replaced` may be the new_id that was made just now.  It is never glued again, because new_id is
+    not in `pair`."""
     replaced = []
     for token in ids:
         if replaced and (replaced[-1], token) == pair:
@@ -117,10 +117,9 @@ def encode_word_plain(word, merges):
 #     "a   b"           ->  "a", "  ", " b"
 #     "a\n\nb"          ->  "a", "\n", "\n", "b"
 #
-# \s+(?!\S) is white space that no word follows.  If a word does follow, `re` gives back one character: the white space
-# without its last character is followed by white space, so that matches.  The last one is left over.  If it is a space,
-# as in the second example, it goes to the word.  A tab or a line end, as in the third, is a word by itself, which the
-# last \s+ takes.
+# \s+(?!\S) is white space that no word follows.  In "a   b" `re` first tries the three spaces: b follows, so they do
+# not match.  Then it tries two: a space follows, so they match, and one space is left over.  It goes to the word b.  If
+# a tab or a line end is left over, as in the third example, it is a word by itself, which the last \s+ takes.
 #
 # SmolLM (a small model of Hugging Face) and others split a text at its numbers first, and each digit is a word.  So the
 # space before a number is a word of its own:
@@ -151,9 +150,9 @@ def word_pattern(limit, digits):
     """GPT-2's pattern, above, as a pattern of `re`.  With digits=True it is SmolLM's."""
     letter, number = char_classes(limit)
     numbers = f" ?[{number}]+"
-    # (?!\S) of GPT-2's pattern is (?![^ \t\n...]) here: the next character is not one that is no white space.  So white
-    # space follows, or the text ends.  In SmolLM's pattern a digit may follow, too, because the space before a number
-    # is a word of its own there: may_follow then has the digits as well.
+    # (?!\S) of GPT-2's pattern is (?![^ \t\n...]) here: white space follows, or the text ends.  In SmolLM's pattern a
+    # digit may follow, too, because the space before a number is a word of its own there: may_follow then has the
+    # digits as well.
     may_follow = SPACE
     if digits:
         numbers = f"[{number}]"
@@ -162,15 +161,11 @@ def word_pattern(limit, digits):
                       f"|[{SPACE}]+(?![^{may_follow}])|[{SPACE}]+")
 
 
-# You can skip this: the two patterns and PART change nothing in the result, they are for speed.  A pattern knows the
-# letters and numbers up to U+FFFF, or all of them, up to U+10FFFF.  (Beyond U+FFFF stand those of rare scripts, and
-# letters of mathematics.)  `re` has a table for the characters up to U+FFFF.  For one beyond it tries the ranges of the
-# pattern one by one.  So a pattern with all ranges takes four times as long.  It is used only where a text has
-# characters beyond U+FFFF.  (Emoji are among these, though they are neither letters nor numbers.)
-#
-# split_words cuts a text into parts of about 4,000 characters (any such size would do): then only the parts with such
-# characters take the slow pattern.  A part ends between a character that is no white space and one that is, because a
-# new word always begins there.
+# You can skip this.  It changes nothing in the result, only the speed.  There are two patterns: one knows the letters
+# and numbers up to U+FFFF, the other all of them, up to U+10FFFF.  The second is four times as slow, because `re` tries
+# the ranges beyond U+FFFF one by one.  It is used only for parts of a text that have characters beyond U+FFFF (of rare
+# scripts, mathematics, emoji).  A part has about 4,000 characters (any such size would do).  It ends between a
+# character that is no white space and one that is, because a new word always begins there.
 PART = re.compile(f"(?s).{{4096}}.*?[^{SPACE}](?=[{SPACE}])|.+")
 
 
@@ -185,9 +180,10 @@ def split_words(text, digits=False):
 # U+DCFF, which no valid text has ("lone surrogates").  But somebody may pass us a str that already holds such a code
 # point.  In both cases to_bytes gives back what came in:
 #
-#     the byte FF of a file      to_str ->  U+DCFF (surrogateescape)                              to_bytes ->  FF
-#     a str of U+DCFF            to_str ->  its bytes in UTF-8, ED B3 BF (surrogatepass), each    to_bytes ->  ED B3 BF
-#                                           of which becomes a surrogate as above
+#     to_str(b"\xff")    is "\udcff" (surrogateescape), and to_bytes makes b"\xff" of it
+#     to_str("\udcff")   takes its three bytes in UTF-8, ED B3 BF (surrogatepass), and makes one such code point of
+#     each;
+#                        to_bytes makes the three bytes of them again
 def to_str(text):
     """str or bytes -> a str from which `to_bytes` makes the same bytes, whatever they are."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -204,20 +200,18 @@ def to_bytes(word):
 # ------------------------------------------------------------------------------------------------------------
 def count_words(texts):
     """Iterable of str or bytes -> Counter of words, as our own tokenizers split them."""
-    return Counter(chain.from_iterable(part for text in texts for part in split_words(to_str(text))))
+    words = Counter()
+    for text in texts:
+        for part in split_words(to_str(text)):
+            words.update(part)
+    return words
 
 
 def learn_merges(words, most_merges):
     """What `learn_merges_plain` does, faster.  All words stand in one long row of ids, each word once, with its count
     as a weight.  Each pair knows the positions where it has stood.  So a merge visits only these, and skips those where
     the pair is gone.  At each of the rest it corrects the counts of the pairs on both sides.  A heap gives the most
-    frequent pair.
-
-    Why it is fast: for a row of n bytes `positions` has fewer than n entries at first.  Where two ids become one,
-    `positions` gets at most two new entries.  The row has n ids and loses one each time, so this happens fewer than n
-    times, and `positions` gets fewer than 2n new entries.  So all merges together visit fewer than 3n positions.  A
-    visit costs a few steps and at most four entries of the heap: those of two new pairs, and of two older ones whose
-    counts fall."""
+    frequent pair.  (Why this is fast: below.)"""
     # arrays ("i": 32 bits each, "q": 64), because lists take three to four times the memory
     id_at = array("i", [-1])      # the id at each position; -1 between two words, and where a merge took an id away
     weight = array("q", [0])      # how often the word of this position occurs
@@ -244,9 +238,8 @@ def learn_merges(words, most_merges):
     while heap and -heap[0][0] > 1 and len(merges) < most_merges:
         minus_count, pair = heappop(heap)
         if minus_count != -counts[pair]:
-            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  (They never make
-            # new ones: each pair that a merge makes holds its new id, so it is another pair.)  Push the true count, and
-            # go on.  (If that is below 2, the loop ends once this entry is on top of the heap.)
+            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  Push the true
+            # count, which can only be smaller: a merge makes only pairs that hold its new id.
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -285,14 +278,22 @@ def learn_merges(words, most_merges):
     return merges
 
 
+# Why learn_merges is fast.  The row has n bytes, so `positions` has fewer than n entries at first.  Where two ids
+# become one, it gets at most two more, and the row loses an id.  That can happen n times at most.  So `positions` gets
+# fewer than 3n entries in all, and each is visited once.  A visit costs a few steps and at most four entries of the
+# heap: for two new pairs, and for two older ones whose counts fall.
+
+
 # ------------------------------------------------------------------------------------------------------------
 # 4. Encoding, fast
 # ------------------------------------------------------------------------------------------------------------
 def encode_word(ids, rank_of, made_by):
     """The ids of one word's bytes -> the ids of its tokens.  As long as a merge fits, it takes the one that was learned
-    first, at its leftmost place.  (These are the ids of `encode_word_plain`: the pairs that a merge makes hold its new
-    id, so only later merges can glue them.  Hence the lowest rank that fits is the merge that `encode_word_plain` does
-    next.)
+    first, at its leftmost place.
+
+    Why this gives the ids of `encode_word_plain`: a merge makes only pairs that hold its new id, and only later merges
+    can glue these.  So no earlier merge ever fits again, and the lowest rank that fits is the merge that
+    `encode_word_plain` does next.
 
     ids: with -1 at both ends.  -1 merges with nothing, so each id that can merge has two neighbours;
     rank_of: {(left id, right id): the rank of their merge, 0 for the one that was learned first};
@@ -365,7 +366,7 @@ class Encoder(dict):
         return packed
 
     def pack(self, text):
-        """str or bytes -> its ids, packed in the machine's byte order (little-endian where this is supported)."""
+        """str or bytes -> its ids, packed in the machine's byte order (a big-endian machine was never tried)."""
         packed = bytearray()
         for words in split_words(to_str(text), self.digits):
             packed += b"".join(map(self.__getitem__, words))
@@ -475,11 +476,10 @@ class Tokenizer:
             <|endoftext|>
             two
 
-        (No line end stands behind "two" in this file; if there were one, it would be kept.)  A line that holds only
-        <|endoftext|> becomes its id (in other people's tokenizers: that of the first name in TEXT_ENDS), and the line
-        ends beside it go.  (A part (path, start, end) may start just behind such a line, as the part that is held out
-        does (split_point).  It then keeps the line ends with which it begins.)  The last document of each file ends
-        with that id, too.  There are no empty documents.
+        A line that holds only <|endoftext|> becomes its id, and the line ends beside it go.  (In other people's
+        tokenizers it is the id of the first name in TEXT_ENDS.)  The last document of each file ends with that id, too.
+        There are no empty documents.  Other line ends stay: one behind "two", if there were one, and those at the
+        beginning of a part.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -490,9 +490,7 @@ class Tokenizer:
         with replace_file(out) as file:
             for part in parts:
                 last_id = boundary                      # at the start as if a document had just ended
-                # zip takes as many results as the part has chunks.  `part` stands first: otherwise zip would take one
-                # result of the next file before it ends
-                for _, ids in zip(part, results):
+                for ids in islice(results, len(part)):  # of this file; the next results are those of the next file
                     if last_id == boundary:             # no document is empty
                         ids = ids.removeprefix(boundary)
                     file.write(ids)
@@ -536,9 +534,12 @@ class Tokenizer:
         ids = self.join(*before, head + text, *after)
         if room is None or len(ids) <= room:
             return ids
-        # The text loses its beginning: `kept` ids before it stay, then `surplus` ids are left out.  Example: <|user|>
-        # and a system text of two ids stand before the text, so kept is 3.  (Head and text are encoded together, so an
-        # id may belong to both, and this is only about right.)
+        # The text loses its beginning:
+        #
+        #     <|user|> and the system text | beginning of the text | its rest, <|end|><|assistant|>
+        #     |---------- kept -----------||----- left out -------|
+        #
+        # (Head and text are encoded together, so an id may belong to both, and `kept` is only about right.)
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:        # no room for all that: the first id alone is kept
             kept = 1
@@ -564,7 +565,7 @@ class Tokenizer:
         """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.  With one
         difference: those libraries also turn "<|end|>" inside a text into the special token."""
         chars = byte_chars()
-        # each byte becomes the character at its place in chars
+        # byte i becomes the character chars[i]: latin-1 makes the code point i of it, and translate looks that up
         names = [token.decode("latin-1").translate(chars) for token in self.tokens]
         added = []
         for name, i in self.special.items():
@@ -717,8 +718,8 @@ CHATML_END = "<|im_end|>"
 CHATML = ("{% for message in messages %}"
           "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-# {template: the system text of a conversation that brings none}.  The second template is SmolLM2's: the first one,
-# with an {% if %} in its loop that writes this system text.
+# {template: the system text of a conversation that brings none}.  The second template is SmolLM2's: CHATML with an
+# {% if %} ... {% endif %} behind its {% for ... %}, which writes this system text.
 CHATML_SYSTEMS = {
     CHATML: None,
     CHATML.replace("%}", "%}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a "

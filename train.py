@@ -11,8 +11,8 @@
 
 Read before it: tokenizer.py, model_cpu.py.  This file, sft.py and rl.py rest on two ideas, rows and runs.
 
-A row is a pair (ids, mask).  ids are tokens.  The model reads them (the last ones it only predicts), and mask says
-which of them it learns to predict.  A row can be a window of a text, a conversation, an answer that the model has
+A row is a pair (ids, mask).  ids are tokens, and mask says which of them the model learns to predict from those before.
+A row can be a window of a text, a conversation, an answer that the model has
 drawn, or a sentence.  A step learns from some rows; each may have a weight.  make_batch turns rows into arrays, and
 row_losses measures rows.
 
@@ -77,41 +77,40 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 # ------------------------------------------------------------------------------------------------------------
 # 1. Rows
 # ------------------------------------------------------------------------------------------------------------
-# A row is (ids (n,), mask (n,)).  The model reads all ids but the last (of a window of pretraining: but the last K),
-# and from each it predicts the next one; mask[i] says whether ids[i] is learned.  For example, where only the answer
-# "Yo" and its end are learned:
+# A row is (ids (n,), mask (n,)).  mask[i] says whether ids[i] is learned.  For example, where only the answer "Yo" and
+# its end are learned, with K = 2 heads:
 #
 #     t                    0      1      2           3          4        5
 #     ids              <|user|>   Hi  <|end|>  <|assistant|>    Yo    <|end|>
 #     mask                 0      0      0           0          1        1
-#     target of head 0    -1     -1     -1          Yo       <|end|>
-#     target of head 1    -1     -1     Yo        <|end|>      -1
+#     inputs           <|user|>   Hi  <|end|>  <|assistant|>    Yo
+#     targets             -1     -1     -1          Yo       <|end|>    -1
+#     target of head 0    -1     -1     -1          Yo       <|end|>              = targets[t]
+#     target of head 1    -1     -1     Yo        <|end|>      -1                 = targets[t + 1]
 #
-# A target of -1 means that nothing is learned there.  In the example each head learns two targets, "Yo" and <|end|>.
+# A target of -1 means that nothing is learned there.  (A window of pretraining has K - 1 ids more than other rows.
+# They are no inputs, but targets, so that the further heads have one at each position, too.)
+#
 # The loss of head k is the mean of -log p over its targets in the whole step.  So every learned token weighs the same:
 #
 #     loss_k = -1/n_k  (the sum of  log p_k(ids[t+1+k] | ids[0..t])  over all rows, and all t with mask[t+1+k] = 1)
 #     total  = loss_0 + mtp_weight * mean of loss_1 .. loss_(K-1)
 #
-# p_k is the softmax of head k's logits, and n_k the number of its targets.  make_batch writes the targets of all heads
-# as one row, for K = 2 here -1 -1 -1 Yo <|end|> -1 (and more -1 for the padding).  Head 0 reads the entries from 0 on,
-# head 1 those from 1 on, as the table shows.
+# p_k is the softmax of head k's logits, and n_k the number of its targets.
 def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
     W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So there are few
     different lengths, and an engine seldom has to prepare arrays for another one.)  Shorter rows are padded on the
-    right, with targets of -1: attention is causal, so no earlier position sees the padding.
-
-    A window of pretraining has T + K ids, another row at most T + 1.  The model reads the first T.  The next one is the
-    last target of head 0.  The other K - 1 are targets of the further heads alone."""
+    right, with targets of -1: attention is causal, so no earlier position sees the padding.  A window of pretraining
+    has T + K ids, another row at most T + 1; the model reads T of them at most."""
     W = max(padded_lengths(rows, T))
     inputs = np.zeros((len(rows), W), np.int64)
     targets = np.full((len(rows), W + K - 1), -1)
     for b, (ids, mask) in enumerate(rows):
         read = ids[:-1][:W]
         inputs[b, :len(read)] = read
-        learned = np.flatnonzero(mask[1:])      # as indices of the targets, which are ids[1:]
+        learned = np.flatnonzero(mask[1:])      # the targets are ids[1:]: which of them are learned?
         targets[b, learned] = ids[1:][learned]
     return inputs, targets
 
@@ -154,14 +153,15 @@ def window_count(size, T, K):
 
 
 def text_rows(tokens, T):
-    """A text as rows of T + 1 ids.  Every token except the first is learned in exactly one row.  A row begins with the
-    token with which the row before it ends.  The last row begins earlier, so that it is full (a shorter text is one
-    shorter row), and its mask leaves out what the row before it has learned.  For example 10 tokens and T = 4: the rows
-    are 0 to 4, 4 to 8, and 5 to 9, of which only token 9 is learned."""
+    """A text as rows of T + 1 ids.  Every token except the first is learned in exactly one row.  For example 10 tokens
+    and T = 4: the rows are 0 to 4, 4 to 8, and 5 to 9, of which only token 9 is learned.  So a row begins with the
+    token with which the row before it ends.  The last row begins earlier, so that it is full, too.  (A text shorter
+    than that is one shorter row.)"""
     rows = []
     for start in range(0, len(tokens) - 1, T):
         first = max(0, min(start, len(tokens) - 1 - T))
         ids = tokens[first:first + T + 1]
+        # the mask: position in the text > start
         rows.append((ids, first + np.arange(len(ids)) > start))
     return rows
 
@@ -175,9 +175,11 @@ def epoch_order(count, seed, epoch, stride):
 
 
 def shuffled(count, seed, first, number, stride=1):
-    """-> the terms first .. first + number - 1 of an endless random sequence.  For pretraining a term is the place
-    where a window starts, and `stride` is T.  With a stride of 1 a term is an index into a list of `count` items.  An
-    epoch has `count` terms: shift, shift + stride, shift + 2 stride, ..., each once, in random order."""
+    """-> the terms first .. first + number - 1 of an endless random sequence.  An epoch has `count` terms, each once,
+    in random order: shift, shift + stride, shift + 2 stride, ...
+
+        shuffled(windows, seed, step * n, n, T)     where the n windows of a step start in the text (pretraining)
+        shuffled(len(items), seed, step * n, n)     indices of the n items of a step in a list (rl.py)"""
     terms = []
     for i in range(first, first + number):
         shift, order = epoch_order(count, seed, i // count, stride)
@@ -190,8 +192,8 @@ def shuffled(count, seed, first, number, stride=1):
 # ------------------------------------------------------------------------------------------------------------
 # train() is what pretraining, fine-tuning and rl.py share.  A Job is what they do not share, two functions:
 #   batch: step, counted from 0 -> (rows, weights).  With weights None every learned token weighs the same, and all
-#       heads learn.  With weights (n,), one for each row, only head 0 has a loss.  What batch returns depends
-#       on the step and on the model's weights alone (and in DPO on saved numbers), so that a run can be resumed.
+#       heads learn.  With weights (n,), one for each row, only head 0 has a loss.  What batch returns depends only on
+#       the step and on what a save holds, such as the model's weights: so a run can be resumed.
 #   evaluate: the number of steps made -> dict for log.jsonl, with numbers and with "samples": [(title, text), ...],
 #       what the model says (in DPO also the two answers of a pair).
 Job = collections.namedtuple("Job", "batch evaluate")
@@ -222,7 +224,7 @@ def train(training, job, stop):
     first = model.step
     began = time.monotonic() - training.state["seconds"]
     waiting = []                # steps whose numbers the host has not read yet
-    log = None                  # rank 0 opens it after the first evaluation: if that fails, an old log is untouched
+    log = None                  # rank 0 opens it after the first evaluation, because an old log is cut then
     if first:
         print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     for step in range(first, settings.steps + 1):       # the pass at `first` only evaluates
@@ -441,9 +443,8 @@ DEFAULTS = {
     "small": defaults(800, 2048, 4e-3, 40, 200) | {"decay": 0.3, "momentum": 0.9},
     "medium": defaults(4000, 8192, 3e-3, 200, 500),
     "big": defaults(48000, 32768, 2.4e-3, 300, 1000) | {"decay": 0.3, "final_lr": 0.0}}
-# A run without --steps ends after so many epochs at most.  With four `big` takes ten minutes.  After eight its loss is
-# 0.02 lower, and 0.05 lower with --decay 0.5; more hardly help (docs/results.md).  Small gains nothing by more than
-# eight (twelve were tried, with 0.3 MB of text).
+# A run without --steps ends after so many epochs at most.  Four of `big` take ten minutes on a GPU (more:
+# docs/results.md).  Small gains nothing by more than eight (twelve were tried, with 0.3 MB of text).
 MOST_EPOCHS = {"small": 8, "medium": 4, "big": 4}
 
 
@@ -466,7 +467,7 @@ class Settings:
     apply_options.  The losses then differ.)"""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
-    # 1 << 24, against typing errors: 16M tokens is the largest batch of Llama 3
+    # 1 << 24, against typing errors: no model was trained with more than 16M tokens a step, as far as we know
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step (sft.py, DPO: at most; REINFORCE: see rl.py)")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
@@ -474,7 +475,7 @@ class Settings:
     save_every: int = setting(whole_number(1), "steps from one save to the next")
     device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU; with --evaluate the GPU, if any")
     precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
-    # a micro-batch is cut into this many slices, and each has a core; another number sums in another order
+    # a micro-batch is cut into this many slices, and each has a core.  (Another number adds up in another order)
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
     micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
@@ -570,8 +571,8 @@ def take_engine(device, config, ranks):
 
 
 def make_settings(options, preset, config, usual, ranks):
-    """-> Settings: the options, and for those that are missing the usual values.  (`usual` begins as those of the
-    preset.  Then the options replace them, and then what the machine needs.)"""
+    """-> Settings: the options, and for those that are missing the usual values.  `usual` begins as the preset's row of
+    DEFAULTS.  The options are put over that, and then what the machine needs."""
     T = config.context
     usual = {**usual, "preset": preset, "mtp_weight": float(config.mtp_weight),
              "batch_tokens": max(1, usual["batch_tokens"] // T) * T}
