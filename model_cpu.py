@@ -452,7 +452,7 @@ def attention_forward(out, P, qkv, config):
 
 
 # Derivation, for one head.  Here the letters Q, K, V mean its queries, keys and values as matrices, O out and dO dout.
-# Twice it uses ∂P = P ∂(log P), because log P is simpler than P.
+# For the softmax it uses ∂P = P ∂(log P), because log P is simpler than P.
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
 #     P_i = softmax(S_i):                log P_ij = S_ij - log sum_l exp(S_il), so
@@ -632,7 +632,7 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 #     nll = log sum_v exp(z_v) - z_y        =>  ∂nll/∂z_v = exp(z_v) / sum_u exp(z_u) - [v == y] = p_v - [v == y]
 #     total loss = sum over n, k of  head_weight_k w_n nll_nk / divisor_k
 #                                           =>  dz_v = head_weight_k w_n / divisor_k (p_v - [v == y])
-# (The weight w_n of a row is 1, but in rl.py.)  A masked row has the gradient 0.
+# (The weight w_n of a row is 1, except in rl.py.)  A masked row has the gradient 0.
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
     head_weights: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""

@@ -12,9 +12,8 @@
 Read before it: tokenizer.py, model_cpu.py.  This file, sft.py and rl.py rest on two ideas, rows and runs.
 
 A row is a pair (ids, mask).  ids are tokens, and mask says which of them the model learns to predict from those before.
-A row can be a window of a text, a conversation, an answer that the model has
-drawn, or a sentence.  A step learns from some rows; each may have a weight.  make_batch turns rows into arrays, and
-row_losses measures rows.
+A row can be a window of a text, a conversation, an answer that the model has drawn, or a sentence.  A step learns from
+some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
 A run is a folder.  A new run first writes its checkpoint of step 0, into a hidden folder.  This gets its name after the
 first steps: so a run that fails at once takes no older run's place.  Every run, new or old, is opened from its folder
@@ -467,7 +466,7 @@ class Settings:
     apply_options.  The losses then differ.)"""
     preset: str             # of CONFIGS
     steps: int = setting(whole_number(1), "updates; with --resume a larger number extends a run")
-    # 1 << 24, against typing errors: no model was trained with more than 16M tokens a step, as far as we know
+    # at most 1 << 24, 16M tokens: more is a typing error
     batch_tokens: int = setting(whole_number(1, 1 << 24), "tokens a step (sft.py, DPO: at most; REINFORCE: see rl.py)")
     lr: float = setting(bounded(float, 1e-9, 100), "peak learning rate")
     warmup: int = setting(whole_number(0), "steps of linear warmup")
@@ -475,7 +474,7 @@ class Settings:
     save_every: int = setting(whole_number(1), "steps from one save to the next")
     device: str = setting(("cpu", "gpu"), "default: the CPU for small, else the GPU; with --evaluate the GPU, if any")
     precision: str = setting(model_gpu.PRECISIONS, "number format on a GPU (default: bf16 where it has that)")
-    # a micro-batch is cut into this many slices, and each has a core.  (Another number adds up in another order)
+    # a micro-batch is cut into this many slices, and each has a core.  (With another number the order of sums differs)
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
     micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
