@@ -639,6 +639,7 @@ class Model:
     # On an H200 two rows took 1.2 times as long as one, four 1.65 times.  So a text came 1.1 to 1.3 times as fast with
     # one draft, and 0.9 to 1.2 times with three (at ca2fdb9)
     draft_heads = 1
+    added = True            # whether grads may hold more than zeros: False after an update, until the next backward
 
     def __init__(self, config, seed=0, precision=None, micro_batch=None, matmul="cublas", training=True,
                  optimizer="adamw"):
@@ -662,7 +663,6 @@ class Model:
             free, _ = cupy.cuda.runtime.memGetInfo()
             pool.set_limit(size=pool.total_bytes() + max(1, free - RESERVE))
         self.updates = 0                            # calls of update
-        self.added = True                           # whether grads may hold more than zeros
         self.communicator = None                    # sums gradients over several GPUs: train.py
         self.rows = 0                               # of config.context tokens, for which there is work memory
         size = param_count(config)

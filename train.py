@@ -237,17 +237,18 @@ def train(training, job, stop):
             # A GPU has not computed losses and norm yet: what `later` returns waits for them
             waiting.append((step, training.state["tokens"], lr, training.note, model.later(losses, norm)))
 
-            # The step is done.  Now and then: read numbers, save, stop
+            # The step is done.  Now and then its numbers are read.  Then the run may also be saved, and stop
             saving = evaluating or step % settings.save_every == 0
-            must_read = saving or (stop.signal and ranks.size == 1)     # several ranks agree to stop when they report
-            if must_read or settings.device == "cpu" or step % REPORT_EVERY == 0:
+            reading = saving or settings.device == "cpu" or step % REPORT_EVERY == 0
+            # after a signal, too; but several ranks tell each other of it only when they read numbers anyway
+            if reading or stop.signal and ranks.size == 1:
                 stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
                 training.state["seconds"] = time.monotonic() - began
-                report(training, log, waiting, must_read or stopping)
-                if log:         # rank 0 alone
+                report(training, log, waiting, saving or stopping)
+                waiting = []
+                if ranks.rank == 0:
                     # A new run has made a step: its folder gets its name.  (By now all ranks have read it.)
                     checkpoint.take_name(training.out)
-                waiting = []
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
