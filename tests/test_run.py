@@ -129,6 +129,13 @@ def test_the_loop_of_a_gpu_saves_and_evaluates_at_the_same_steps(out):
     assert weights == expected_weights and log == expected
 
 
+def test_a_signal_stops_a_gpus_run_after_the_step(out):
+    def trap():
+        as_on_a_gpu()
+        at(train, "learning_rate", 2, send(signal.SIGTERM))()
+    assert f"Saved {out} at step 2." in run(command(out), code=143, trap=trap).stderr
+
+
 def test_a_resumed_run_counts_its_seconds_on(half):
     run(resume(half), trap=lambda: setattr(train.time, "monotonic", lambda: 7.0))
     lines = (half / "log.jsonl").read_text().splitlines()
@@ -146,13 +153,15 @@ def test_a_full_disk_keeps_the_last_save(half, size):
     goes_on(half)
 
 
-@parametrize("first, named, place", [(2, 3, ""), (4, 4, "at step 3 of 8"), (6, 6, "at step 4 of 8")])
-def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(out, first, named, place):
-    """The update of step `first` breaks the weights.  Where that step is saved or evaluated, they are looked at; else
-    the next loss tells."""
+@parametrize("first, named, place, signals", [
+    (2, 3, "", []), (4, 4, "at step 3 of 8", []), (5, 5, "at step 4 of 8", [signal.SIGTERM]), (6, 6, "at step 4 of 8", [])])
+def test_a_number_that_is_not_finite_ends_the_run_and_keeps_the_last_save(out, first, named, place, signals):
+    """The update of step `first` breaks the weights.  Where that step is saved or evaluated, or a signal comes, they are
+    looked at; else the next loss tells."""
     def trap():
         usual = train.learning_rate
         train.learning_rate = lambda step, settings: np.nan if step + 1 == first else usual(step, settings)
+        at(train, "learning_rate", first, send(*signals))()
     assert f"step {named} is not finite" in run(command(out), code=1, trap=trap).stderr
     goes_on(out, place)
 

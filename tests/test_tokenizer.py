@@ -223,7 +223,7 @@ def test_files_and_parts_end_with_one_separator_whatever_their_last_id(text):
     write("a", text)
     write("b", f"zero\n{EOT}\n\n")
     ids = [*tokenizer.encode(text), 257]
-    assert encode_to_ids(tokenizer, "a", ("b", 0, 0), "b", "a", ("b", 1, 3)) == [*ids, *b"zero", 257, *ids, *b"er", 257]
+    assert encode_to_ids(tokenizer, "a", "b", ("b", 0, 0), "a", ("b", 1, 3)) == [*ids, *b"zero", 257, *ids, *b"er", 257]
 
 
 def test_what_ends_a_text_for_others():
