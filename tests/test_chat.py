@@ -113,7 +113,8 @@ def test_tokens_are_coloured_after_what_the_model_had_read(models, monkeypatch, 
     ("loop", 99, "\ne\n\n/e\r\n", "!\nends.\n!\n/ends.\n"),           # or begins a new text; a slash is text
     ("loop", 4, b"\xc3\n", "é世\n"), ("loop", 4, "é", "é世\ufffd\n"),     # half a character is completed, or shown
     ("loop", 99, "0\n1\n2\n3\n4\n5\n", "0\n1\n2\n3\n4\n5\n"),             # any special token ends it
-    ("loop", 99, "\ufeffc", "c\x1b[J\n"), ("sft", 99, "A\n\nB\n", "Hi\nHi\n"), ("sft", 1, "A\n\nB\n", "H\ni\nH\n")])
+    ("loop", 99, "\ufeffc", "c\x1b[J\n"), ("sft", 99, "A\n\nB\n", "Hi\nHi\n"), ("sft", 1, "A\n\nB\n", "H\ni\nH\n"),
+    ("sft", 1, "A\n\n\n\n", "H\ni\n\n")])            # the third call ends the answer, so the fourth line does nothing
 def test_lines_from_a_pipe(models, name, most, lines, shown):
     write(models / "lines", lines)
     done = run(f"chat.py --model out/{name} --temperature 0 --max-tokens {most}", models, trap=lambda: setattr(sys, "stdin", open(models / "lines", newline="\n")))
