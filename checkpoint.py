@@ -55,8 +55,8 @@ STATE = "train_state.safetensors"
 # ------------------------------------------------------------------------------------------------------------
 # A .safetensors file is 8 bytes (the length of the header, little-endian), a JSON header
 # {name: {dtype, shape, data_offsets}}, and the raw bytes of the tensors.  The headers that we write have one
-# more entry, "__metadata__", with the step and a CRC32 of the whole file.  The CRC32 is a part of this file.  So it is
-# computed of the file with "00000000" in its place, and then written there.
+# more entry, "__metadata__", with the step and a CRC32 of the whole file, computed with "00000000" where the CRC32 will
+# stand.
 NO_CRC = b'"crc32":"00000000"'
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}      # NumPy has no bf16
 

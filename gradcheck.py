@@ -23,7 +23,7 @@ Why five?  There are two errors:
     the formula's own       about h^4 with five points, h^2 with three
     the rounding of f       about 1e-16 f / h
 
-The best h is where the two are about equal.  Measured on the first tiny model, worst of all 4,944 entries:
+The best h is near where the two are equal.  Measured on the first tiny model, worst of all 4,944 entries:
 
     h               5e-6      1e-5      1e-4      2e-4      1e-3
     five points     2.2e-09   8.6e-10   7.8e-11   6.3e-11   1.5e-09
@@ -38,8 +38,8 @@ the entry?  The difference quotient has about the same rounding error for every 
 near 0 would have a large error, which means nothing.  And why not by the largest gradient of the model?  A tensor of
 small gradients could then be all wrong and pass.
 
-How to read a planted bug.  --break lists the tensors in the order in which the backward reaches them: first the
-wrong ones, each with its error, then the right ones.  If the gradient of a function's input x is wrong, so is all that
+How to read a planted bug.  --break prints two lists, the wrong tensors, each with its error, and the right ones.  Each
+is in the order in which the backward reaches them.  If the gradient of a function's input x is wrong, so is all that
 the backward computes from it (rope_sign).  If the gradient of a weight is wrong, only the weights of this kind are
 (norm_gain: the five gains).  Either way, the first wrong tensor says where to look.
 
@@ -148,7 +148,8 @@ def check_entries(model, tokens, targets, every=1, row_weights=None):
         weight = model.params[name].flat                        # a view of one axis
         numeric = [slope(loss, weight, i, TINY_STEP) for i in entries]
         by_hand = gradient.flat
-        # float_info.min, the smallest number, stands for 0: so a tensor whose gradient is 0 by mistake has huge errors
+        # float_info.min is a tiny number, against a division by 0: a tensor whose gradient is 0 by mistake has huge
+        # errors
         errors = np.abs(by_hand[entries] - numeric) / (abs(by_hand[largest]) + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf                       # NaN > bar is False: it would pass
         worst = np.argmax(errors)
@@ -161,7 +162,7 @@ def check_entries(model, tokens, targets, every=1, row_weights=None):
 # ------------------------------------------------------------------------------------------------------------
 def plain_losses(w, config, tokens, targets):
     """(K,) losses.  Token by token, head by head: a token reads the list of the keys and values before it and its own.
-    There is no mask and no batch, so these cannot be wrong.
+    There is no mask and no batch, so neither can be wrong.
 
     RoPE by complex numbers, for q and k alone: entries j and j + D/2 of a head are one complex number.  Position t
     turns it by the angle t theta^(-2j/D).  Let a + ib be such a number of q, and c + id the one of k beside it.  They
@@ -212,12 +213,11 @@ def forward_error(model, tokens, targets):
 # ------------------------------------------------------------------------------------------------------------
 # Known bugs: name -> (one edit or several, and last the mistake in one sentence).  An edit is "FUNCTION: OLD -> NEW".
 # For example "rope_backward: -sin -> sin" makes of the line rope_forward(dx, cos, -sin) in the function rope_backward
-# the line rope_forward(dx, cos, sin).  (Where an edit puts in `return;`, what is left of the function behind it is not
-# run.)
+# the line rope_forward(dx, cos, sin).
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
-    # First the bugs that leave the forward of a whole batch as it is, if its rows have no weights.  Only the slopes can
-    # show them.
+    # First the bugs that leave the forward as it is.  Only the slopes can show them.  (micro_divisor changes a forward
+    # of micro-batches, or with weights of rows; the plain forwards have neither.)
     "rope_sign": ("rope_backward: -sin -> sin",
         "The backward turns the gradient by the same angle again, instead of back."),
     "group_not_summed": ("attention_backward: .sum(axis=2, keepdims=True) -> [:, :, -1:]",
@@ -234,6 +234,7 @@ BUGS = {
         "The gradient of RMSNorm's gain computed from x, where the normalised x belongs."),
     "swiglu_slope": ("swiglu_backward: (gate - silu -> (gate - gate",
         "The derivative of g * sigmoid(g) taken as sigmoid(g): the product rule's other half is forgotten."),
+    # `return;`: the rest of the function is not run
     "embedding_repeat": ("embedding_backward: order = -> dembed[tokens] += dout; return;",
         "dembed[tokens] += dout: where a token occurs twice, NumPy adds only the last of its rows."),
     "gradient_overwritten": ("linear_backward: dw += -> dw[...] =",
@@ -322,9 +323,8 @@ def report_damage(replacements, every=17):
     anything is.  (A function looks up the functions that it calls in its module, at each call.  So it finds those that
     were put there.)
 
-    For speed not all entries are checked.  Without weights of rows it is each 17th: of the embedding (16, 16) the
-    diagonal, one entry of each row, so the token that occurs twice is checked.  With ROW_WEIGHTS it is each 200th,
-    because a wrong sign of a weight spoils whole tensors."""
+    For speed only every 17th entry is checked: in the embedding (16, 16) that is the diagonal, an entry of each token.
+    With ROW_WEIGHTS every 200th is enough, because a wrong sign of a weight spoils whole tensors."""
     with patch.dict(vars(model_cpu), replacements):       # only inside this block
         problem = make_problem(TINY, 7, 0.3)
         error = forward_error(*problem)

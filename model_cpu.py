@@ -73,9 +73,11 @@ class Config:
     hidden: int = None          # F; None: 8C/3 rounded up to a multiple of 8, so that SwiGLU's three matrices
                                 # cost as much as the two of a plain 4C feed-forward layer (Shazeer 2020)
     norm_eps: float = 1e-5      # added to the mean square in RMSNorm
-    rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2d/D)
+    rope_theta: float = 10000.0     # base of the rotary frequencies theta^(-2d/D): fast ones tell near positions apart,
+                                    # slow ones far ones.  With D = 64 the slowest turns once in 47,000 tokens
     tied: bool = False          # whether the head and the embedding are one matrix (Press & Wolf 2017)
-    positions: int = None       # for checkpoint.py alone: the largest T that a loaded model was made for
+    positions: int = None       # the largest T that a loaded model was made for.  --context may make `context` smaller;
+                                # this number goes back into config.json
 
     def __post_init__(self):
         if self.hidden is None:
@@ -319,10 +321,9 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 #          = dxhat_j r + sum_i dxhat_i x_i (-r^2 xhat_j / C)         and x_i = xhat_i / r, so
 #          = r dxhat_j - r xhat_j (1/C) sum_i dxhat_i xhat_i
 #          = r (dxhat_j - xhat_j * mean_i(dxhat_i xhat_i))
-# The second term is a projection.  The part of a vector d along xhat is xhat (d . xhat) / |xhat|^2, and |xhat|^2 = C.
-# (That is exact if eps is 0: then the mean square of xhat is 1.)  So the second term takes away the part of r dxhat
-# that points along x.  It must be so: RMSNorm discards the length of x, so moving x along itself does not change the
-# output.
+# What the second term does: RMSNorm discards the length of x, so moving x along itself does not change the output.  So
+# dx must have no part along x, and this term takes it away.  (The part of a vector d along xhat is
+# xhat (d . xhat) / |xhat|^2, and |xhat|^2 = C.  That is exact if eps is 0: then the mean square of xhat is 1.)
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
@@ -425,12 +426,14 @@ def causal_mask(T, J, dtype):
 
 
 def attend(out, P, q, k, v, mask):
-    """Attention (Vaswani et al. 2017) of T queries i to J keys j.  Token i takes the share P_ij of the value of token
-    j.  The share is large where the query of i fits the key of j.  With large scores a token would take one value
-    alone.  A score is a sum of D products, so with random signs its size is about sqrt(D).  It is divided by that, and
-    so is about 1.  Per head, with scale = 1/sqrt(D):
+    """Attention (Vaswani et al. 2017) of T queries i to J keys j.  Per head, with scale = 1/sqrt(D):
 
         S_ij = scale q_i . k_j + mask_ij       P_ij = exp(S_ij) / sum_l exp(S_il)       out_i = sum_j P_ij v_j
+
+    So token i takes the share P_ij of the value of token j, a large one where its query fits the key of j.
+
+    Why the scale?  q_i . k_j is a sum of D products, so with random signs its size is about sqrt(D).  With such large
+    scores a token would take one value alone.
 
     q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or from a Decoder (B,1,1,T,J): one for each
     text."""
@@ -456,6 +459,8 @@ def attention_forward(out, P, qkv, config):
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
 #     P_i = softmax(S_i):                log P_ij = S_ij - log sum_l exp(S_il), so
+#                                        ∂(log P_ij)/∂S_il = [j == l] - exp(S_il) / sum_m exp(S_im)
+#                                                          = [j == l] - P_il, so
 #                                        ∂P_ij/∂S_il = P_ij ∂(log P_ij)/∂S_il = P_ij ([j == l] - P_il), so
 #                                        dS_il = sum_j dP_ij ∂P_ij/∂S_il
 #                                              = sum_j dP_ij P_ij [j == l] - sum_j dP_ij P_ij P_il
@@ -520,8 +525,8 @@ def block_forward(x, w, saved, shared, config, rope, attention):
         n = rmsnorm(x)        x = x + (silu(n @ gate.T) * (n @ up.T)) @ down.T
 
     w: this layer's weights.  saved: this layer's arrays of work_table; shared: the arrays that all layers use in turn.
-    (All three are Arrays: w.qkv is the weight of that name.)  rope: rope_table of the T positions, from which T is
-    taken.  attention: attention_forward, or a Decoder's."""
+    (All three are Arrays: w.qkv is the weight of that name.)  rope: the T rows of rope_table for the positions.
+    attention: attention_forward, or a Decoder's."""
     T = rope.shape[1]                                                             # it has one entry for each position
     shape = len(x) // T, T, -1                                                    # (B,T,width)
     increment = shared.increment                                                  # (N,C)
@@ -613,9 +618,9 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
     exp_sum   (N,K)    sum over v of exp(logit - max)
     logits    (N,K,V)  in place: they become e = exp(logit - max)
     targets   (N,K)
-    divisor   (K,)     the number of the head's targets in the whole step, at least 1; inf for a head that has no loss
-                       (check_batch: the further heads in rl.py)
-    weights   (N,1)    w, of each token, the same within a text; or 1
+    divisor   (K,)     the number of the head's targets in the whole step, at least 1.  inf: the head has no loss, since
+                       x / inf = 0 (in rl.py the heads 1 to K-1)
+    weights   (N,1)    w: of each token the weight of its text (rl.py); or 1 (pretraining and fine-tuning)
 
     Returns nll (N,K)."""
     logits -= logits.max(axis=-1, keepdims=True)
@@ -631,8 +636,8 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 # Derivation, for one row with target y, p = softmax(z) = e / exp_sum:
 #     nll = log sum_v exp(z_v) - z_y        =>  ∂nll/∂z_v = exp(z_v) / sum_u exp(z_u) - [v == y] = p_v - [v == y]
 #     total loss = sum over n, k of  head_weight_k w_n nll_nk / divisor_k
-#                                           =>  dz_v = head_weight_k w_n / divisor_k (p_v - [v == y])
-# (The weight w_n of a row is 1, except in rl.py.)  A masked row has the gradient 0.
+#                                           =>  dz_v = (head_weight_k w_n / divisor_k) (p_v - [v == y])
+# A masked row has the gradient 0.
 def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
     head_weights: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""
@@ -673,8 +678,8 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
 # and so on.  Since lr = a / decay, param_t is an average: of param_0 with the share (1 - a)^t, and of -u_s / decay with
 # the share a (1 - a)^(t-s) for each step s.  (The shares add up to 1.)  A step's share shrinks by the factor 1 - a in
 # each later step, and in tau = 1 / a steps to about 1/e of what it was (Wang & Aitchison 2025; docs/notes.md has what
-# was measured).  In a run the rate changes, and with it a.  At the end of training the initial weights keep a share of
-# 2% in big, and of 59% in small.  All this holds for Muon, too.
+# was measured).  In a run the rate changes, and with it a.  The share of the initial weights at the end is the product
+# of all 1 - a: 2% in big, 59% in small.  All this holds for Muon, too.
 
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
@@ -691,7 +696,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # Why this direction?  (This may be skipped.)  Suppose that M were the gradient itself.  Of all steps that lengthen no
 # vector, |step @ x| <= |x| for every x, -U V^T lowers the loss fastest.  To first order, with the columns u_i, v_i:
 #     change of the loss = sum of (gradient * step) = sum over i of  s_i u_i . (step @ v_i)
-# Each u_i . (step @ v_i) is at least -1, because u_i and v_i are unit vectors.  With the step -U V^T each is -1.
+# Each u_i . (step @ v_i) is at least -1, because u_i and v_i are unit vectors and |step @ v_i| <= |v_i| = 1.  With the
+# step -U V^T each is -1.
 #
 # No singular values need be computed.  (S and V mean those of the decomposition here, not scores and vocabulary.)
 # Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
@@ -723,10 +729,10 @@ def newton_schulz(M):
 #
 # Why 0.2 sqrt(max(rows, columns)).  U V^T has min(rows, columns) singular values of about 1, so the root mean square
 # of its entries is 1 / sqrt(max(rows, columns)).  AdamW's steps have about 0.2 in training, whatever the shape.  (The
-# gradient's sign often changes, so its running mean m is small beside sqrt(v).)  With this factor Muon's have the same,
-# and one learning rate and one decay serve both (Liu et al. 2025).
-# The step is as long for a long u as for a short one, so the gradient is not clipped.  (But one very long gradient
-# sets the direction of many steps after it.)
+# gradient's sign often changes, so its running mean m is small beside sqrt(v).)  With this factor Muon's have the same.
+# So one learning rate and one decay serve both parts of a run, Muon's matrices and what AdamW updates (Liu et al.
+# 2025).  The step is as long for a long u as for a short one, so the gradient is not clipped.  (But one very long
+# gradient sets the direction of many steps after it.)
 def muon_update(param, grad, m, lr, decay, momentum=0.95):
     """In place, on matrices (rows, columns).  The gradient is set to 0, because the next backward adds to it."""
     share = (1 - momentum) * grad
@@ -737,9 +743,7 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
-# Which rule updates which part of the flat buffers, which hold
-#     the embedding | the matrices of the layers | the heads | the gains of the norms
-# (What a new optimizer needs: docs/notes.md.)
+# Where a new optimizer goes: docs/notes.md, "Where does a new optimizer go?"
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 # AdamW goes over four arrays (param, grad, m, v) a dozen times.  In pieces of this many numbers all four stay in the
@@ -771,11 +775,15 @@ def layer_matrices(part, config):
 
 
 def update_table(config, optimizer):
-    """[(rule, part, part of v, decayed), ...].  The second row of small is ("muon", 65536:790528, 65536:65536, True):
-    the embedding has 65,536 numbers, the matrices of the layers have 724,992, and none of these in v.
+    """Which rule updates which part of the flat buffers: [(rule, part, part of v, decayed), ...], a row for each of
 
-    rule: what updates this part of the flat buffers, a slice.  part of v: the slice of v that holds its second moments,
-    which is empty for Muon.  decayed: whether its weights decay: those of matrices do, the gains of norms do not."""
+        the embedding | the matrices of the layers | the heads | the gains of the norms
+
+    rule: "adamw" or "muon".  part: a slice of the buffers.  part of v: the slice of v that holds its second moments,
+    which is empty for Muon.  decayed: whether its weights decay: those of matrices do, the gains of norms do not.
+
+    The second row of small is ("muon", 65536:790528, 65536:65536, True): the embedding has 65,536 numbers, the matrices
+    of the layers have 724,992, and none of these in v."""
     embedding = config.vocab * config.dim
     heads = 0 if config.tied else config.predict * embedding
     gains = (2 * config.layers + 1) * config.dim
@@ -790,8 +798,8 @@ def update_table(config, optimizer):
 
 
 def muon_part(config, optimizer):
-    """The slice of the flat buffers that Muon updates, a row of update_table.  Without Muon it is empty and lies at
-    their end.  Model.update clips what lies before and behind this slice."""
+    """The slice of the flat buffers that Muon updates, a row of update_table.  Model.update clips what lies before and
+    behind this slice.  Without Muon it is empty and lies at the end: so all is clipped."""
     for rule, part, _, _ in update_table(config, optimizer):
         if rule == "muon":
             return part
@@ -890,8 +898,8 @@ class Model:
         counted (K,): the number of targets that are not masked, of each head, in the whole step.  None: in this call.
         ValueError where head 0 has none at all.
 
-        weights (B,), one for each text: rl.py passes its own, and log_probs np.ones.  Then only head 0 has a loss, the
-        sum of w_b (-log p) / counted[0], and counted[0] is any number of at least 1."""
+        weights (B,), one for each text; None: as in pretraining.  With weights only head 0 has a loss: the sum of
+        w_b (-log p) / counted[0], where counted[0] is any number of at least 1.  (rl.py has such weights.)"""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]        # no more shares than texts: a text is never divided
         # with one thread there is one share, the whole batch
@@ -917,9 +925,8 @@ class Model:
 
     def log_probs(self, tokens, targets):
         """tokens, targets as in forward -> (B,): for each row the sum of head 0's log p of its targets."""
-        # The loss of forward is not used, only the nll that it leaves.  The divisors are 1, so nothing is divided; with
-        # weights, all of them 1, only head 0 counts
-        self.forward(tokens, targets, [1] * self.config.predict, np.ones(len(tokens)))
+        # Only the nll that forward leaves is used, and not the losses: so any divisors serve
+        self.forward(tokens, targets, [1] * self.config.predict)
         self.pending = []                           # with this divisor backward would make no sense
         nll = self.read(self.nll)                   # (N,K)
         return -nll[:, 0].reshape(len(tokens), -1).sum(axis=1, dtype=np.float64)
@@ -939,13 +946,13 @@ class Model:
 
     def _backward_share(self, workspace):
         """One thread's part of backward."""
-        tokens, targets, weights = workspace.share      # weights (N,K)
+        tokens, targets, scale = workspace.share        # scale (N,K): head weights times weights of the texts
         layers, shared = workspace.arrays
         grads = workspace.grads
         dx = shared.dx
         rope = self.rope[:, :tokens.shape[1]]
         dlogits = shared.logits                                                         # (N,K,V)
-        cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor, weights)
+        cross_entropy_backward(dlogits, shared.exp_sum, targets, self.divisor, scale)
         # logits = final @ heads.T
         dlogits = dlogits.reshape(len(dlogits), -1)                                     # (N,K*V)
         linear_backward(shared.dn, grads["heads"], dlogits, shared.final, self.params["heads"])
@@ -1075,7 +1082,7 @@ class Decoder:
         q, k, v = split_heads(qkv, config)
         n = q.shape[-2]
         end = self.position + n
-        cache[..., self.position:end, :] = k, v
+        cache[..., self.position:end, :] = k, v         # its first axis is keys and values
         keys, values = cache[..., :end, :]
         P = np.empty((*q.shape[:-1], end), q.dtype)     # a row for each new token, a column for each token so far
         attend(by_group(out, config), P, q, keys, values, causal_mask(n, end, q.dtype) + self.pads[..., :end])
@@ -1205,12 +1212,11 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     sampling.seed: (B,), one for each prompt.
     progress: None, or called as progress(tokens so far, at most so many) after each step, in which each text gets one.
 
-    A prompt whose text will not fit the context is drawn alone: each time that its window moves, it is read anew, and
-    with it all others of its batch would be.  Where the memory does not hold the caches of a batch, its halves are
+    A text that will outgrow the context is drawn alone, because each time that a window moves its whole batch must be
+    read again.  Where the memory does not hold the caches of a batch, its halves are
     drawn one after the other.  A single text that does not fit is a MemoryError."""
     context = model.config.context
-    # the rows of each batch.  The key None has all rows whose window never moves; any other row is a batch of its own,
-    # under its number
+    # {key: the rows of a batch}.  All rows whose window never moves have the key None.  Each other row has its own key
     batches = {}
     for row, prompt in enumerate(prompts):
         alone = row if window_start(len(prompt) + most - 1, context) else None
@@ -1286,7 +1292,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
-    as_batch(model.config, [tokens[-context:]])     # ids out of range are an error (a GPU checks only long prompts)
+    as_batch(model.config, [tokens[-context:]])     # ids out of range are an error (a GPU checks only long texts)
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:
@@ -1300,9 +1306,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            # At the beginning, and when the window moves, several tokens may be unread.  These are read without drafts:
-            # so this product has the same rows, and the same rounding, with and without speculation.
-            # Drafts that do not fit the context are dropped, too.
+            # There are two reasons to drop the drafts.  At the beginning, and when the window moves, several tokens may
+            # be unread.  Without drafts their product has the same rows, and the same rounding, as without speculation.
+            # And drafts must fit the context.
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft

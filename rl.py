@@ -29,7 +29,7 @@ w: an answer with w > 0 becomes more probable, one with w < 0 less.  Section 1 d
     5. the run            defaults, a reward of your own, options
 
 Only head 0 has a loss, because it draws the answers: from it head 0 and all layers learn.  The matrices of the further
-heads, which make drafts, get no gradient.  Weight decay would only shrink them, so it is 0.
+heads, which make drafts, get no gradient.  With weight decay they would only shrink, so the decay is 0.
 
 What it does not do, for those who know other methods: no value network, no clipped ratio (PPO), no division by the
 standard deviation of a group (GRPO), no KL term in the loss (the distance to the base is measured, not bounded), no
@@ -66,7 +66,7 @@ GROUP = 16                  # answers to one prompt
 # which is the expected value of r d log pi(a).  The mean over some drawn answers estimates it.
 # A baseline b, any number that does not depend on the answer, may be subtracted from r, because
 #     sum_a pi(a) b d log pi(a) = b sum_a d pi(a) = b d(sum_a pi(a)) = b d(1) = 0.
-# We take for b the mean reward of the group, which is the g = GROUP answers to one prompt.  So an answer counts by how
+# We take for b the mean reward of the group, the g = GROUP answers to one prompt.  So an answer counts by how
 # much better it is than the others, and the noise is far smaller.  Strictly, this b depends on the answer, because the
 # answer's own r is a part of the mean.  That does no harm:
 #     b     = r/g + (1 - 1/g) (the mean of the g - 1 others)
@@ -90,8 +90,8 @@ def reinforce_weights(rewards):
 # then; DPO takes it as the model's own reward for the answer.  Why: let r be any reward, and look for the pi with the
 # largest  sum_a pi(a) r(a) - beta KL,  where KL = sum_a pi(a) (log pi(a) - log ref(a)) measures how far pi is from ref.
 # The pi(a) add up to 1, so pi can only change by moving probability from one answer to another.  At the best pi nothing
-# is gained by that.  So the derivative by pi(a) is the same number k for each answer a.  (The derivative of
-# pi (log pi - log ref) by pi is log pi - log ref + 1.)
+# is gained by that.  If the derivatives by two pi(a) differed, it would pay to move some from one answer to the other.
+# So they are one number k.  (The derivative of pi (log pi - log ref) by pi is log pi - log ref + 1.)
 #     k    = r(a) - beta (log pi(a) - log ref(a) + 1)
 #     r(a) = beta (log pi(a) - log ref(a)) + (k + beta)
 # and k + beta is the same for both answers of a pair.  So it cancels in z = r(chosen) - r(rejected).
@@ -122,7 +122,7 @@ def dpo_loss(z):
 # ------------------------------------------------------------------------------------------------------------
 # 2. Rewards
 # ------------------------------------------------------------------------------------------------------------
-ANSWER_TOKENS = 40          # of an answer, at most: about two sentences.  (In a short context REINFORCE takes fewer.)
+ANSWER_TOKENS = 40          # of an answer, at most.  REINFORCE: and at most a quarter of the context (small: 32)
 
 
 # A reward is a function of four arguments, and gives a number:
@@ -368,8 +368,8 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    # The names in the first record: list(record) lists its keys.  With "chosen" and no "output" it is a pair, for DPO.
-    # (Our own records can be used for both, and have both names: script.write_records.)
+    # The names in the first record: list(record) lists its keys.  A file of pairs ("chosen", no "output") means DPO.
+    # (Our own records have both names, and may be used for both: script.write_records.)
     names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")
     unused = "reward" if method == "dpo" else "beta"

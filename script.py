@@ -50,7 +50,7 @@ def require(good, sentence):
 def refusing(what):
     """with refusing("FILE is damaged"): an error in this block, which uses the content of a file, becomes one line:
     "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences for
-    them.  (The file of a reward is code.  It may call sys.exit, which raises SystemExit.)"""
+    them.  (SystemExit: a reward of the user's may call sys.exit.)"""
     try:
         yield
     except (OSError, MemoryError):
@@ -686,8 +686,7 @@ def find_records(path):
 def write_records(path, conversations):
     """Write the file of records that goes with a text.  conversations: [(question, answer), ...].  Each becomes a
     record for sft.py, which is also a pair for rl.py: the true answer is chosen, and its words in reverse order are
-    rejected.  (The answer to another question would not do.  There it is the chosen one, so the model would learn to
-    like and to reject the same text.)"""
+    rejected.  (The answer to another question would not do: there it is the chosen one.)"""
     records = []
     for question, answer in conversations:
         question = " ".join(question.split())

@@ -169,7 +169,7 @@ def find_data(preset, base):
     """The files to learn from when none are named:
 
         medium, big             data/instructions*.json, if `fetch_data.sh instructions` has brought them
-        small, or else          if train.py made the base: the records that go with its text (of a play: a speech and
+        small, or without these if train.py made the base: the records that go with its text (of a play: a speech and
                                 the next one; script.find_records)
                                 if sft.py made the base: the records that it was fine-tuned on
 
@@ -191,7 +191,7 @@ def find_data(preset, base):
 # 5. The script
 # ------------------------------------------------------------------------------------------------------------
 # The arguments of train.defaults; steps 0: as many as the epochs take.  The rates were chosen by short runs, and serve
-# Muon, the default, and AdamW alike (docs/notes.md).
+# Muon, the default, and AdamW alike: with either small ends at the same loss (docs/notes.md).
 DEFAULTS = {
     #                      steps, batch_tokens, lr, warmup, every
     "small": train.defaults(0, 1024, 7e-4, 20, 100) | {"epochs": 4},
@@ -226,6 +226,7 @@ def begin(options, out, ranks):
     settings = train.make_settings(options, preset, config, DEFAULTS[preset], ranks)
     settings.data = data
     if settings.steps == 0:
+        # rows are made here only to count the steps
         conversations, _ = read_conversations(settings)
         rows = [make_row(tokenizer, conversation, config.context) for conversation in conversations]
         settings.steps = settings.epochs * len(

@@ -77,8 +77,7 @@ def learn_merges_plain(words, most_merges):
 
 def replace_pair(ids, pair, new_id):
     """Glue each such pair of neighbours into one new id, from left to right: in "aaa" the first two are glued.
-    The last entry of `replaced` may be the new_id that was made just now.  It is never glued again, because new_id is
-    not in `pair`."""
+    In "aaaa" the new id and the third a are not glued: their pair is (new_id, a), not (a, a)."""
     replaced = []
     for token in ids:
         if replaced and (replaced[-1], token) == pair:
@@ -121,8 +120,8 @@ def encode_word_plain(word, merges):
 # not match.  Then it tries two: a space follows, so they match, and one space is left over.  It goes to the word b.  If
 # a tab or a line end is left over, as in the third example, it is a word by itself, which the last \s+ takes.
 #
-# SmolLM (a small model of Hugging Face) and others split a text at its numbers first, and each digit is a word.  So the
-# space before a number is a word of its own:
+# SmolLM (a small model of Hugging Face) and others first split a text at each digit, which is a word.  GPT-2's pattern
+# then takes the pieces between.  The space before a number is the end of its piece, so it is a word of its own:
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " ", "4", "2", "!"
 
@@ -178,7 +177,7 @@ def split_words(text, digits=False):
 
 # A file may hold bytes that are not UTF-8.  Python can keep such a byte in a str, as one of the code points U+DC80 to
 # U+DCFF, which no valid text has ("lone surrogates").  But somebody may pass us a str that already holds such a code
-# point.  In both cases to_bytes gives back what came in:
+# point.  In both cases to_bytes gives the bytes that the text stands for:
 #
 #     to_str(b"\xff")    is "\udcff" (surrogateescape), and to_bytes makes b"\xff" of it
 #     to_str("\udcff")   takes its three bytes in UTF-8, ED B3 BF (surrogatepass), and makes one such code point of
@@ -238,8 +237,8 @@ def learn_merges(words, most_merges):
     while heap and -heap[0][0] > 1 and len(merges) < most_merges:
         minus_count, pair = heappop(heap)
         if minus_count != -counts[pair]:
-            # This entry is old: since it was pushed, other merges took some occurrences of the pair.  Push the true
-            # count, which can only be smaller: a merge makes only pairs that hold its new id.
+            # The count of an older pair only falls, because a merge makes only pairs that hold its new id.  So this
+            # entry is too high: other merges took some occurrences since it was pushed.  Push the true count
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -279,9 +278,9 @@ def learn_merges(words, most_merges):
 
 
 # Why learn_merges is fast.  The row has n bytes, so `positions` has fewer than n entries at first.  Where two ids
-# become one, it gets at most two more, and the row loses an id.  That can happen n times at most.  So `positions` gets
-# fewer than 3n entries in all, and each is visited once.  A visit costs a few steps and at most four entries of the
-# heap: for two new pairs, and for two older ones whose counts fall.
+# become one, it gets at most two more.  The row loses an id there, so that happens fewer than n times.  So `positions`
+# gets fewer than n + 2n entries in all, and each is visited once.  A visit costs a few steps and at most four entries
+# of the heap: for two new pairs, and for two older ones whose counts fall.
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -376,13 +375,13 @@ class Encoder(dict):
 # ------------------------------------------------------------------------------------------------------------
 # 5. The Tokenizer
 # ------------------------------------------------------------------------------------------------------------
-# Tokens that `encode` never makes from a text: "<|end|>" typed by a user is seven ordinary characters.  Otherwise a
-# user could end his own turn and write the answer himself.  The one exception is a corpus on disk, where a line that
-# holds only <|endoftext|> separates documents (section 6).
+# Special tokens.  `encode` never makes one from a text: "<|end|>" typed by a user is seven ordinary characters.
+# Otherwise a user could end his own turn and write the answer himself.  The one exception is a corpus on disk, where a
+# line that holds only <|endoftext|> separates documents (section 6).
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
-# Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.  (<|im_end|>
-# ends a turn.  Some tokenizers have no other end.)
+# Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.  The last one,
+# <|im_end|>, ends a turn: some tokenizers have no token for the end of a text.
 TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
 
 
@@ -478,8 +477,7 @@ class Tokenizer:
 
         A line that holds only <|endoftext|> becomes its id, and the line ends beside it go.  (In other people's
         tokenizers it is the id of the first name in TEXT_ENDS.)  The last document of each file ends with that id, too.
-        There are no empty documents.  Other line ends stay: one behind "two", if there were one, and those at the
-        beginning of a part.
+        There are no empty documents.  Line ends at the beginning and at the end of a file, or of a part of one, stay.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -742,7 +740,7 @@ def known_template(text):
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 # each digit is a word
 DIGITS = {"type": "Digits", "individual_digits": True}
-# how a special token is found in a text
+# what tokenizer.json says of a special token: it is found exactly as it is written, and the spaces beside it stay
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 

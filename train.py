@@ -82,7 +82,7 @@ from tokenizer import TEXT_ENDS, Tokenizer, split_point
 #     t                    0      1      2           3          4        5
 #     ids              <|user|>   Hi  <|end|>  <|assistant|>    Yo    <|end|>
 #     mask                 0      0      0           0          1        1
-#     inputs           <|user|>   Hi  <|end|>  <|assistant|>    Yo
+#     inputs           <|user|>   Hi  <|end|>  <|assistant|>    Yo                (without padding)
 #     targets             -1     -1     -1          Yo       <|end|>    -1
 #     target of head 0    -1     -1     -1          Yo       <|end|>              = targets[t]
 #     target of head 1    -1     -1     Yo        <|end|>      -1                 = targets[t + 1]
@@ -100,7 +100,7 @@ def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
     W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So there are few
-    different lengths, and an engine seldom has to prepare arrays for another one.)  Shorter rows are padded on the
+    different shapes, whose arrays a GPU keeps.)  Shorter rows are padded on the
     right, with targets of -1: attention is causal, so no earlier position sees the padding.  A window of pretraining
     has T + K ids, another row at most T + 1; the model reads T of them at most."""
     W = max(padded_lengths(rows, T))
@@ -121,9 +121,9 @@ def padded_lengths(rows, T):
 
 def batches_of_one_length(rows, order, T, tokens):
     """Cut rows into batches of about one length, so that little is padding -> list of arrays of indices into `rows`.  A
-    batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first: then the
-    arrays of the first batch are large enough for the others.  order: an array of the indices; among rows of one length
-    it says which come first."""
+    batch has at most `tokens` inputs with its padding, or one row.  The longest rows come first: the arrays
+    of the first batch are then nearly always large enough for the others.  order: an array of the indices; among rows
+    of one length it says which come first."""
     lengths = padded_lengths(rows, T)
     order = order[np.argsort(-lengths[order], kind="stable")]
     batches = []
@@ -174,8 +174,8 @@ def epoch_order(count, seed, epoch, stride):
 
 
 def shuffled(count, seed, first, number, stride=1):
-    """-> the terms first .. first + number - 1 of an endless random sequence.  An epoch has `count` terms, each once,
-    in random order: shift, shift + stride, shift + 2 stride, ...
+    """-> the terms first .. first + number - 1 of an endless shuffled sequence.  An epoch of it has `count` terms, each
+    once: shift, shift + stride, shift + 2 stride, ... in random order.  (With stride 1 the shift is 0.)
 
         shuffled(windows, seed, step * n, n, T)     where the n windows of a step start in the text (pretraining)
         shuffled(len(items), seed, step * n, n)     indices of the n items of a step in a list (rl.py)"""
@@ -223,7 +223,7 @@ def train(training, job, stop):
     first = model.step
     began = time.monotonic() - training.state["seconds"]
     waiting = []                # steps whose numbers the host has not read yet
-    log = None                  # rank 0 opens it after the first evaluation, because an old log is cut then
+    log = None                  # rank 0 opens it after the first pass: to open it cuts off what is done again
     if first:
         print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     for step in range(first, settings.steps + 1):       # the pass at `first` only evaluates
@@ -252,7 +252,7 @@ def train(training, job, stop):
                 if saving or stopping:              # before the evaluation: if that fails, nothing is lost
                     save_run(training)
                 if stopping and step < settings.steps:
-                    # 128 + the signal, as shells have it; if this rank had none, another one had
+                    # 128 + the signal, as shells have it.  A rank that had no signal itself reports SIGTERM
                     return 128 + (stop.signal or signal.SIGTERM)
         if evaluating:
             record = job.evaluate(step)
@@ -551,7 +551,7 @@ def choose_machine(options, preset, config, batch_tokens, ranks):
     take_engine(device, config, ranks)
     on_gpu = device == "gpu"
     windows = model_gpu.ceil_div(batch_tokens // config.context, ranks.size)
-    # 32768 or 4096 tokens in a micro-batch: with more a step was not faster
+    # with more than 32768 tokens in a micro-batch (a CPU: 4096) a step was not faster
     most_windows = max(1, (32768 if on_gpu else 4096) // config.context)
     rows = options.get("micro_batch", min(windows, most_windows))
     cores = min(rows, max(1, available_cores() // ranks.size))
@@ -818,7 +818,8 @@ def evaluate_folder(options, ranks):
     out = options["evaluate"]
     config = checkpoint.read_config(out, options.get("context"))
     options.setdefault("device", "cpu" if model_gpu.why_no_gpu() else "gpu")
-    # Of these settings only those of the machine count.  Any preset would do; big's allows the largest micro-batch.
+    # make_settings wants a preset, but only what it chooses for the machine counts here: micro-batch, threads,
+    # precision
     settings = make_settings(options, "big", config, DEFAULTS["big"], ranks)
     training = Training(*load_model(out, settings, config, ranks, training=False), settings, {}, out, ranks)
     for path in settings.data:
