@@ -244,7 +244,7 @@ def read_config(folder, context=None):
 #
 #     FILE.N.new                  process N is writing FILE
 #     model.safetensors.saved     the weights of a save before its third step
-#     .OUT.begun                  a run of which no step has been logged
+#     .OUT.begun                  a new run, until the numbers of its first steps are known
 #     .OUT.lock                   is held while a run works in OUT
 #     OUT.1                       an older run
 def save(folder, model, tokenizer, state, chat=False):

@@ -148,8 +148,8 @@ def check_entries(model, tokens, targets, every=1, row_weights=None):
         weight = model.params[name].flat                        # a view of one axis
         numeric = [slope(loss, weight, i, TINY_STEP) for i in entries]
         by_hand = gradient.flat
-        # float_info.min is a tiny number, against a division by 0: a tensor whose gradient is 0 by mistake has huge
-        # errors
+        # float_info.min is tiny.  So a gradient that is 0 by mistake in a whole tensor has huge errors, and nothing is
+        # divided by 0
         errors = np.abs(by_hand[entries] - numeric) / (abs(by_hand[largest]) + sys.float_info.min)
         errors[np.isnan(errors)] = np.inf                       # NaN > bar is False: it would pass
         worst = np.argmax(errors)
@@ -216,8 +216,7 @@ def forward_error(model, tokens, targets):
 # the line rope_forward(dx, cos, sin).
 # ------------------------------------------------------------------------------------------------------------
 BUGS = {
-    # First the bugs that leave the forward as it is.  Only the slopes can show them.  (micro_divisor changes a forward
-    # of micro-batches, or with weights of rows; the plain forwards have neither.)
+    # First the bugs that leave the forward as it is.  Only the slopes can show them.
     "rope_sign": ("rope_backward: -sin -> sin",
         "The backward turns the gradient by the same angle again, instead of back."),
     "group_not_summed": ("attention_backward: .sum(axis=2, keepdims=True) -> [:, :, -1:]",
@@ -230,7 +229,7 @@ BUGS = {
         "x + f(x) differentiated as f(x): the gradient that passes straight through is lost."),
     "norm_projection": ("rmsnorm_backward: dx -= projection -> pass",
         "RMSNorm differentiated as if 1/rms were a constant: the projection term is missing."),
-    "norm_gain": ("rmsnorm_backward: @ along -> @ (dout * x)",
+    "norm_gain": ("rmsnorm_backward: @ dout_xhat -> @ (dout * x)",
         "The gradient of RMSNorm's gain computed from x, where the normalised x belongs."),
     "swiglu_slope": ("swiglu_backward: (gate - silu -> (gate - gate",
         "The derivative of g * sigmoid(g) taken as sigmoid(g): the product rule's other half is forgotten."),
@@ -239,6 +238,7 @@ BUGS = {
         "dembed[tokens] += dout: where a token occurs twice, NumPy adds only the last of its rows."),
     "gradient_overwritten": ("linear_backward: dw += -> dw[...] =",
         "A weight's gradient is written, not added to: the second micro-batch wipes out the first."),
+    # it changes the forward, too, but only of micro-batches and with weights of rows, which the plain forwards lack
     "micro_divisor": (
         "cross_entropy_forward: , divisor, out -> , np.maximum((targets >= 0).sum(axis=0), 1), out",
         "cross_entropy_backward: / divisor -> / np.maximum((targets >= 0).sum(axis=0), 1)",

@@ -327,9 +327,9 @@ def rmsnorm_forward(out, rstd, x, gain, eps):
 def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     """Writes dx (N,C), adds to dgain (C,)."""
     xhat = x * rstd[:, None]
-    along = dout * xhat
-    dgain += np.ones(len(x), x.dtype) @ along       # along.sum(axis=0), as a product: it is faster
-    mean = along @ gain / x.shape[1]                # (N,) mean_i dxhat_i xhat_i
+    dout_xhat = dout * xhat
+    dgain += np.ones(len(x), x.dtype) @ dout_xhat   # dout_xhat.sum(axis=0), as a product: it is faster
+    mean = dout_xhat @ gain / x.shape[1]            # (N,) mean_i dxhat_i xhat_i
     projection = xhat * mean[:, None]
     np.multiply(dout, gain, out=dx)                 # dxhat
     dx -= projection
@@ -437,7 +437,8 @@ def attend(out, P, q, k, v, mask):
 
     q, out (B,G,R,T,D); k, v (B,G,1,J,D); P (B,G,R,T,J); mask (T,J), or from a Decoder (B,1,1,T,J): one for each
     text."""
-    np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,J) -> the scores
+    # P holds the scores S until the softmax
+    np.matmul(q, k.swapaxes(-1, -2), out=P)         # (B,G,R,T,D) @ (B,G,1,D,J)
     P *= 1.0 / math.sqrt(q.shape[-1])
     P += mask
     P -= P.max(axis=-1, keepdims=True)              # the same softmax, but exp cannot overflow
@@ -679,7 +680,7 @@ def adamw_update(param, grad, m, v, step, lr, beta1, beta2, eps, decay):
 # the share a (1 - a)^(t-s) for each step s.  (The shares add up to 1.)  A step's share shrinks by the factor 1 - a in
 # each later step, and in tau = 1 / a steps to about 1/e of what it was (Wang & Aitchison 2025; docs/notes.md has what
 # was measured).  In a run the rate changes, and with it a.  The share of the initial weights at the end is the product
-# of all 1 - a: 2% in big, 59% in small.  All this holds for Muon, too.
+# of all 1 - a: 2% in big (four epochs), 59% in small.  All this holds for Muon, too.
 
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
@@ -782,8 +783,8 @@ def update_table(config, optimizer):
     rule: "adamw" or "muon".  part: a slice of the buffers.  part of v: the slice of v that holds its second moments,
     which is empty for Muon.  decayed: whether its weights decay: those of matrices do, the gains of norms do not.
 
-    The second row of small is ("muon", 65536:790528, 65536:65536, True): the embedding has 65,536 numbers, the matrices
-    of the layers have 724,992, and none of these in v."""
+    With Muon the second row of small is ("muon", 65536:790528, 65536:65536, True): the embedding has 65,536 numbers,
+    the matrices of the layers have 724,992, and none of these in v."""
     embedding = config.vocab * config.dim
     heads = 0 if config.tied else config.predict * embedding
     gains = (2 * config.layers + 1) * config.dim
@@ -899,7 +900,7 @@ class Model:
         ValueError where head 0 has none at all.
 
         weights (B,), one for each text; None: as in pretraining.  With weights only head 0 has a loss: the sum of
-        w_b (-log p) / counted[0], where counted[0] is any number of at least 1.  (rl.py has such weights.)"""
+        w_b (-log p) / counted[0].  (rl.py has such weights, and counted[0] is the number of learned tokens there.)"""
         tokens, targets, self.divisor, weights = check_batch(self.config, tokens, targets, counted, weights)
         self.pending = self.workspaces[:len(tokens)]        # no more shares than texts: a text is never divided
         # with one thread there is one share, the whole batch
@@ -1092,7 +1093,7 @@ class Decoder:
         which head 0 draws first.  For last = 2 and heads = 3 the ids are for these positions:
 
                                             head 0   head 1   head 2
-            after the token before the last     t        t + 1    t + 2
+            after the last token but one        t        t + 1    t + 2
             after the last token                t + 1    t + 2    t + 3"""
         logits = self._read([tokens], last, heads)
         positions = np.arange(t, t + last)[:, None] + np.arange(heads)                  # (last, heads)
@@ -1187,8 +1188,8 @@ def sample(logits, t, sampling):
     if sampling.top_p < 1:
         sums = np.cumsum(np.exp(log_p), axis=1)
         # an id is dropped if the sum of those before it has reached top_p; so the first one always stays
-        too_late = sums[:, :-1] >= sampling.top_p * sums[:, -1:]
-        log_p[:, 1:][too_late] = -np.inf
+        dropped = sums[:, :-1] >= sampling.top_p * sums[:, -1:]
+        log_p[:, 1:][dropped] = -np.inf
     best = np.argmax(log_p + gumbel(sampling.seed, t, ids), axis=1)                     # (n,)
     return np.broadcast_to(ids, log_p.shape)[np.arange(len(best)), best]
 
@@ -1213,8 +1214,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     progress: None, or called as progress(tokens so far, at most so many) after each step, in which each text gets one.
 
     A text that will outgrow the context is drawn alone, because each time that a window moves its whole batch must be
-    read again.  Where the memory does not hold the caches of a batch, its halves are
-    drawn one after the other.  A single text that does not fit is a MemoryError."""
+    read again.  Where the memory does not hold the caches of a batch, its halves are drawn one after the other.  A
+    single text that does not fit is a MemoryError."""
     context = model.config.context
     # {key: the rows of a batch}.  All rows whose window never moves have the key None.  Each other row has its own key
     batches = {}
@@ -1292,7 +1293,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
-    as_batch(model.config, [tokens[-context:]])     # ids out of range are an error (a GPU checks only long texts)
+    as_batch(model.config, [tokens[-context:]])     # ids out of range: checked here, as a GPU's draw does not
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:
@@ -1306,9 +1307,9 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
             decoder.truncate(common_length(decoder.tokens, window[:-1]))
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
-            # There are two reasons to drop the drafts.  At the beginning, and when the window moves, several tokens may
-            # be unread.  Without drafts their product has the same rows, and the same rounding, as without speculation.
-            # And drafts must fit the context.
+            # There are two reasons to drop the drafts.  They must fit the context.  And where several tokens are
+            # unread, at the beginning and when the window moves, they are read alone, as they are without speculation:
+            # then this product has the same bits.
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft

@@ -263,8 +263,7 @@ def read_pairs(tokenizer, settings, T):
         parts.append([rows for rows in both if not np.array_equal(rows[0][0], rows[1][0])])
     to_learn, held_out = parts
     require(to_learn and held_out, "each pair needs two answers that differ within the context.")
-    # plan_epoch plans pairs here, each by its longer row.  A pair has two rows, so a batch of half of batch_tokens is
-    # planned.  For example 4096: 2048 tokens of longer rows, and at most as many of shorter ones
+    # plan_epoch plans pairs here, each by its longer row: half of batch_tokens for these, half for the other rows
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]
@@ -368,7 +367,7 @@ def find_reward(name):
 def begin(options, out, ranks):
     """Make the folder of a new run."""
     base, preset, config, tokenizer, data = sft.read_base(options, "-sft")
-    # The names in the first record: list(record) lists its keys.  A file of pairs ("chosen", no "output") means DPO.
+    # The names in the first record (list(record) lists its keys).  A file of pairs ("chosen", no "output") means DPO.
     # (Our own records have both names, and may be used for both: script.write_records.)
     names = read_records(data[:1], list)[0]
     method = options.get("method", "dpo" if "chosen" in names and "output" not in names else "reinforce")

@@ -50,7 +50,7 @@ def require(good, sentence):
 def refusing(what):
     """with refusing("FILE is damaged"): an error in this block, which uses the content of a file, becomes one line:
     "FILE is damaged (the reason)."  OSError and MemoryError pass: `explain` has sentences for
-    them.  (SystemExit: a reward of the user's may call sys.exit.)"""
+    them.  (SystemExit: a user's reward may call sys.exit.)"""
     try:
         yield
     except (OSError, MemoryError):

@@ -73,9 +73,9 @@ def make_row(tokenizer, conversation, T):
 
 
 def make_prompt(tokenizer, system, text, T, first=True):
-    """The ids of a turn, up to where the answer begins.  They are at most about three quarters of the window T, so that
-    there is room for an answer.  A longer text of the user loses its beginning, because an answer depends most on the
-    end of the question.  (If several turns together are too long, make_row cuts the end.)"""
+    """The ids of a turn, up to where the answer begins.  They are at most T - T // 4, about three quarters of the window,
+    so that there is room for an answer.  A longer text of the user loses its beginning, because an answer depends most
+    on the end of the question.  (If several turns together are too long, make_row cuts the end.)"""
     return tokenizer.prompt(text, T - T // 4, system, first)
 
 
@@ -169,9 +169,10 @@ def find_data(preset, base):
     """The files to learn from when none are named:
 
         medium, big             data/instructions*.json, if `fetch_data.sh instructions` has brought them
-        small, or without these if train.py made the base: the records that go with its text (of a play: a speech and
-                                the next one; script.find_records)
-                                if sft.py made the base: the records that it was fine-tuned on
+        small, or without these:
+            a base of train.py      the records that go with its text (of a play: a speech and the next one;
+                                    script.find_records)
+            a base of sft.py        the records that it was fine-tuned on
 
     The record of a base names its files.  A stranger's folder could name a private file of yours, which the model would
     learn and then tell.  So a file is learned only if the record has its fingerprint, too.  To make that, one must have

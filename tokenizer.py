@@ -77,7 +77,7 @@ def learn_merges_plain(words, most_merges):
 
 def replace_pair(ids, pair, new_id):
     """Glue each such pair of neighbours into one new id, from left to right: in "aaa" the first two are glued.
-    In "aaaa" the new id and the third a are not glued: their pair is (new_id, a), not (a, a)."""
+    In "aaaa" with the pair (a, a) and the new id X:  a a a a -> X a a -> X X.  (X and the next a are another pair.)"""
     replaced = []
     for token in ids:
         if replaced and (replaced[-1], token) == pair:
@@ -126,7 +126,7 @@ def encode_word_plain(word, merges):
 #     "I'd say 42!"     ->  "I", "'d", " say", " ", "4", "2", "!"
 
 # White space, to stand inside the [...] of a pattern.  In GPT-2's pattern \s is Unicode's White_Space.  Python's own \s
-# also takes the separators \x1c to \x1f.
+# also takes the separators \x1c to \x1f.  (\t-\r is the range from tab to carriage return.)
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
@@ -180,9 +180,8 @@ def split_words(text, digits=False):
 # point.  In both cases to_bytes gives the bytes that the text stands for:
 #
 #     to_str(b"\xff")    is "\udcff" (surrogateescape), and to_bytes makes b"\xff" of it
-#     to_str("\udcff")   takes its three bytes in UTF-8, ED B3 BF (surrogatepass), and makes one such code point of
-#     each;
-#                        to_bytes makes the three bytes of them again
+#     to_str("\udcff")   makes one such code point of each of its three bytes in UTF-8, ED B3 BF (surrogatepass), and
+#                        to_bytes makes these three bytes of them
 def to_str(text):
     """str or bytes -> a str from which `to_bytes` makes the same bytes, whatever they are."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -280,7 +279,7 @@ def learn_merges(words, most_merges):
 # Why learn_merges is fast.  The row has n bytes, so `positions` has fewer than n entries at first.  Where two ids
 # become one, it gets at most two more.  The row loses an id there, so that happens fewer than n times.  So `positions`
 # gets fewer than n + 2n entries in all, and each is visited once.  A visit costs a few steps and at most four entries
-# of the heap: for two new pairs, and for two older ones whose counts fall.
+# of the heap: for two new pairs, and for two older ones, whose entries are too high now and are pushed once more.
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -328,16 +327,16 @@ def encode_word(ids, rank_of, made_by):
         merged = ids[left] = made_by[rank]
         ids[right] = ranks[right] = None
         # the two new pairs
-        rank = ranks[before] = get((ids[before], merged))
-        if rank is not None:
-            heappush(heap, (rank, before))
-        rank = ranks[left] = get((merged, ids[after]))
-        if rank is not None:
-            heappush(heap, (rank, left))
+        new_rank = ranks[before] = get((ids[before], merged))
+        if new_rank is not None:
+            heappush(heap, (new_rank, before))
+        new_rank = ranks[left] = get((merged, ids[after]))
+        if new_rank is not None:
+            heappush(heap, (new_rank, left))
     return [token for token in ids[1:-1] if token is not None]
 
 
-# about 50 MB; the cache is emptied when it is full
+# about 40 MB; the cache is emptied when it is full
 MAX_CACHED_WORDS = 250_000
 
 
@@ -477,7 +476,8 @@ class Tokenizer:
 
         A line that holds only <|endoftext|> becomes its id, and the line ends beside it go.  (In other people's
         tokenizers it is the id of the first name in TEXT_ENDS.)  The last document of each file ends with that id, too.
-        There are no empty documents.  Line ends at the beginning and at the end of a file, or of a part of one, stay.
+        There are no empty documents.  Line ends at the beginning and at the end of a file, or of a part of one, stay,
+        unless a separator stands there.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -487,13 +487,13 @@ class Tokenizer:
         results = run_chunks(encode, [*chain(*parts)], progress)
         with replace_file(out) as file:
             for part in parts:
-                last_id = boundary                      # at the start as if a document had just ended
+                last_packed = boundary                  # at the start as if a document had just ended
                 for ids in islice(results, len(part)):  # of this file; the next results are those of the next file
-                    if last_id == boundary:             # no document is empty
+                    if last_packed == boundary:         # no document is empty
                         ids = ids.removeprefix(boundary)
                     file.write(ids)
-                    last_id = ids[-2:] or last_id       # an id has two bytes
-                if last_id != boundary:
+                    last_packed = ids[-2:] or last_packed       # the last id: two bytes
+                if last_packed != boundary:
                     file.write(boundary)
             return file.tell() // 2
 
@@ -537,7 +537,7 @@ class Tokenizer:
         #     <|user|> and the system text | beginning of the text | its rest, <|end|><|assistant|>
         #     |---------- kept -----------||----- left out -------|
         #
-        # (Head and text are encoded together, so an id may belong to both, and `kept` is only about right.)
+        # (Head and text are encoded together, so an id may belong to both.  Then one id more or less stays: no harm.)
         kept = len(self.join(*before, head))
         if kept + len(self.join(*after)) > room:        # no room for all that: the first id alone is kept
             kept = 1
@@ -563,7 +563,8 @@ class Tokenizer:
         """Write a Hugging Face tokenizer.json, which `tokenizers` and `transformers` load with the same ids.  With one
         difference: those libraries also turn "<|end|>" inside a text into the special token."""
         chars = byte_chars()
-        # byte i becomes the character chars[i]: latin-1 makes the code point i of it, and translate looks that up
+        # byte i becomes the character chars[i].  For example b" " is " " in latin-1, with the code point 32, and
+        # translate makes chars[32] of it, which is U+0120
         names = [token.decode("latin-1").translate(chars) for token in self.tokens]
         added = []
         for name, i in self.special.items():
@@ -585,7 +586,7 @@ class Tokenizer:
             model = content["model"]
             pre_tokenizer = content["pre_tokenizer"]
             *first, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-            # trim_offsets makes no difference to ids, and use_regex may be left out
+            # what may be left out comes first, then theirs; trim_offsets makes no difference to ids
             byte_level = BYTE_LEVEL | byte_level | {"trim_offsets": True}
             require(first in ([], [DIGITS]) and byte_level == BYTE_LEVEL and not content.get("normalizer"),
                     "it divides text into other words than GPT-2's and SmolLM's do")
@@ -634,7 +635,8 @@ CHUNK = 1 << 20
 def read_documents(path, start, end):
     """The documents in a part of a corpus: the texts between its separators, without the line ends beside these.
     The first document is empty if nothing but line ends stands before the first separator.  The last one is empty if
-    nothing stands behind the last separator.  No other document is empty."""
+    nothing stands behind the last separator.  No other document is empty.  (So encode_chunk, which puts a boundary
+    between all of them, begins or ends with one there.)"""
     *texts, last = SEPARATOR_RUN.split(read_chunk(path, start, end))
     return [text.rstrip(b"\r\n") for text in texts] + [last]
 
@@ -681,7 +683,7 @@ def split_point(path):
     there is none, it moves to the nearest line.  If there is no line, it stays, even within a character: tokens are
     made of bytes."""
     size = os.path.getsize(path)
-    # a file below 1 MB: held_out is 100 kB, more than the tail below has, so `target` is 0, where the tail begins
+    # (below 1 MB held_out is more than the tail has: then target is 0, where the tail begins)
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte
     tail = read_chunk(path, low)

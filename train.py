@@ -100,9 +100,9 @@ def make_batch(rows, T, K):
     """Rows -> inputs (B,W) and targets (B,W+K-1); head k reads targets[:, k:k+W].
 
     W is the number of inputs of the longest row, rounded up to a multiple of 8, but at most T.  (So there are few
-    different shapes, whose arrays a GPU keeps.)  Shorter rows are padded on the
-    right, with targets of -1: attention is causal, so no earlier position sees the padding.  A window of pretraining
-    has T + K ids, another row at most T + 1; the model reads T of them at most."""
+    different shapes, whose arrays a GPU keeps.)  Shorter rows are padded on the right, with targets of -1: attention is
+    causal, so no earlier position sees the padding.  A window of pretraining has T + K ids, another row at most T + 1;
+    the model reads T of them at most."""
     W = max(padded_lengths(rows, T))
     inputs = np.zeros((len(rows), W), np.int64)
     targets = np.full((len(rows), W + K - 1), -1)
@@ -203,8 +203,8 @@ EARLY = 16, 64              # these steps are evaluated, too, because the loss f
 def train(training, job, stop):
     """Run from model.step to settings.steps -> exit code, 0 when the run is finished.
 
-    Each pass of the loop makes a step and, if it is time, evaluates.  The first pass makes no step.  It only evaluates:
-    at step 0 of a new run, and at the step of a resumed run if that is one to be evaluated.
+    The first pass of the loop only evaluates: at step 0 of a new run, and at the step of a resumed run if that is one
+    to be evaluated.  Each other pass makes a step and, if it is time, evaluates.
 
     The rest of a pass is about three things.  The numbers of the steps are read and shown.  The run is saved: before an
     evaluation, every save_every steps, and before it stops.  And it stops after a signal (Ctrl-C, say).  To read a
@@ -223,7 +223,7 @@ def train(training, job, stop):
     first = model.step
     began = time.monotonic() - training.state["seconds"]
     waiting = []                # steps whose numbers the host has not read yet
-    log = None                  # rank 0 opens it after the first pass: to open it cuts off what is done again
+    log = None                  # rank 0 opens it after the first pass.  That cuts off the records of later steps
     if first:
         print(f"Resuming {training.out} at step {first} of {settings.steps}.")
     for step in range(first, settings.steps + 1):       # the pass at `first` only evaluates
@@ -414,7 +414,7 @@ def evaluate_pairs(training, path):
         return printable(record["name"]), *rows
 
     pairs = read_records([path], make_rows)
-    losses = row_losses(training, [row for _, *rows in pairs for row in rows]).reshape(-1, 2)
+    losses = row_losses(training, [row for _, good, bad in pairs for row in (good, bad)]).reshape(-1, 2)
     # columns: good, bad.  1 where the good sentence is the more probable one; for a tie 0.5
     right = np.heaviside(losses[:, 1] - losses[:, 0], 0.5)
     names = np.array([name for name, *_ in pairs])
@@ -478,7 +478,7 @@ class Settings:
     # a micro-batch is cut into this many slices, and each has a core.  (With another number the order of sums differs)
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
-    micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: the fastest)")
+    micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: a fast number)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further heads (default 0.3, or the base's)", 0.3)
     # Muon updates the matrices of the layers, and AdamW the rest
     optimizer: str = setting(OPTIMIZERS, "default: muon, for the layers' matrices; rl.py: adamw", "muon")
