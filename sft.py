@@ -73,9 +73,9 @@ def make_row(tokenizer, conversation, T):
 
 
 def make_prompt(tokenizer, system, text, T, first=True):
-    """The ids of a turn, up to where the answer begins.  They are at most T - T // 4, about three quarters of the window,
-    so that there is room for an answer.  A longer text of the user loses its beginning, because an answer depends most
-    on the end of the question.  (If several turns together are too long, make_row cuts the end.)"""
+    """The ids of a turn, up to where the answer begins.  They are at most T - T // 4, about three quarters of the
+    window, so that there is room for an answer.  A longer text of the user loses its beginning, because an answer
+    depends most on the end of the question.  (If several turns together are too long, make_row cuts the end.)"""
     return tokenizer.prompt(text, T - T // 4, system, first)
 
 
