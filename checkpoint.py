@@ -102,7 +102,7 @@ def read_safetensors(path, verify=True):
         body = data[begin:]                                     # the tensors
         header = json.loads(top[8:])
         metadata = header.pop("__metadata__", {})
-        # A file of ours has both keys.  If a damaged byte has spoiled the name of one, the other still shows that
+        # A file of ours has both keys.  If a damaged byte has spoiled the name of one, the other shows that it is ours
         if not {"crc32", "step"} & set(metadata):
             metadata = {}
         elif verify:

@@ -43,12 +43,6 @@ is in the order in which the backward reaches them.  If the gradient of a functi
 the backward computes from it (rope_sign).  If the gradient of a weight is wrong, only the weights of this kind are
 (norm_gain: the five gains).  Either way, the first wrong tensor says where to look.
 
-Why are the weights large?  In the tiny models all are drawn with standard deviation 0.3, the gains around 1.  At the
-usual 0.02 the scores of attention are nearly 0, and its softmax is nearly uniform.  The gradients of q and k are then
-far smaller than that of v, in TINY 240 to 440 times.  The three share a tensor, and its largest gradient is one of v.
-So an error in q or k would hide behind it.  (--gpu has the usual weights.  On a GPU tests/test_on_gpu.py checks
-attention's gradients by themselves.)
-
 What finite differences cannot see: a forward that computes another model, with a backward that is right for it.
 Examples are RoPE on v in both passes, a forgotten 1/sqrt(D) in both, a target shifted by one.  f is a different
 function then, and its slopes agree.  So the forward is compared with two others, which share no layer with it:
@@ -103,7 +97,12 @@ def slope(loss, weight, index, h):
 # ------------------------------------------------------------------------------------------------------------
 def make_problem(config, T, std=None):
     """-> (model, tokens (2,T), targets (2,T+K-1)), drawn at random.  std: draw large weights with this standard
-    deviation; None: keep the initial weights.
+    deviation, the gains around 1; None: keep the initial weights.
+
+    Why are the weights of the tiny models large (std 0.3)?  At the usual 0.02 the scores of attention are nearly 0, and
+    its softmax is nearly uniform.  The gradients of q and k are then far smaller than that of v, in TINY 240 to 440
+    times.  The three share a tensor, and its largest gradient is one of v.  So an error in q or k would hide behind it.
+    (--gpu has the usual weights.  On a GPU tests/test_on_gpu.py checks attention's gradients by themselves.)
 
     TINY and T = 7 have 4 query and 2 key/value heads, 2 RoPE frequencies, 3 prediction heads, and a length that is no
     power of two.  TIED and ROW_WEIGHTS have the rest: a tied head, and rows with weights."""
@@ -119,7 +118,7 @@ def make_problem(config, T, std=None):
     tokens = rng.integers(0, config.vocab, (2, T))
     targets = rng.integers(0, config.vocab, (2, T + config.predict - 1))
     tokens[:, 5] = tokens[:, 1]         # a token that occurs twice
-    targets[0, ::7] = -1                # masked targets
+    targets[0, ::7] = -1                # a few masked targets
     targets[1, 2:9] = -1                # with T = 7 head 2 reads targets 2 to 8: a row in which a head learns nothing
     return model, tokens, targets
 
@@ -245,9 +244,9 @@ BUGS = {
         "A micro-batch divides its loss by the count of its own targets, not of the whole step's."),
     "masked_pulled": ("cross_entropy_backward: >= 0 -> >= -1",
         "A masked target is left in the backward, where index -1 silently is the vocabulary's last token."),
-    "row_weights": ("cross_entropy_backward: head_weights / divisor -> abs(head_weights) / divisor",
+    "row_weights": ("cross_entropy_backward: scale / divisor -> abs(scale) / divisor",
         "The sign of a row's weight is lost: what was rejected is imitated like what was chosen."),
-    "head_weight": ("cross_entropy_backward: head_weights / divisor -> 1 / divisor",
+    "head_weight": ("cross_entropy_backward: scale / divisor -> 1 / divisor",
         "The backward forgets that the extra heads count for less than head 0."),
     # Now the bugs that change the forward.  Where the backward fits the changed forward, the slopes agree, and only the
     # plain forwards can show the bug.
@@ -391,7 +390,7 @@ def run_gpu():
     """Print a row per tensor and a column per precision that this GPU has; then the whole gradient, the logits, the
     losses, and in how many entries the same step differs when it is done again -> True if all is well."""
     model_gpu.pick("gpu")                           # ValueError where there is none
-    # HOPPER=0 chooses what a GeForce RTX 30 or 40 runs, to check that on a Hopper, too
+    # with HOPPER=0 a Hopper runs what a GeForce RTX 30 or 40 runs
     model_gpu.HOPPER = os.environ.get("HOPPER") != "0"
     precisions = GPU_BARS if model_gpu.default_precision() == "bf16" else ["fp32"]
     reference, tokens, targets = make_problem(GPU_CONFIG, 256)

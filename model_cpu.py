@@ -98,7 +98,7 @@ class Config:
         return self.dim + 2 * self.kv_width
 
     @property
-    def head_weights(self):     # (K,) of each head in the loss: head 0, plus mtp_weight x mean of the others
+    def head_weights(self):     # (K,) the weight of each head's loss: 1, then mtp_weight / (K - 1) each
         further = self.predict - 1
         return np.array([1.0] + [self.mtp_weight / max(1, further)] * further)
 
@@ -330,7 +330,7 @@ def rmsnorm_backward(dx, dgain, dout, x, rstd, gain):
     dout_xhat = dout * xhat
     dgain += np.ones(len(x), x.dtype) @ dout_xhat   # dout_xhat.sum(axis=0), as a product: it is faster
     mean = dout_xhat @ gain / x.shape[1]            # (N,) mean_i dxhat_i xhat_i
-    projection = xhat * mean[:, None]
+    projection = np.multiply(xhat, mean[:, None], out=xhat)     # in xhat's memory
     np.multiply(dout, gain, out=dx)                 # dxhat
     dx -= projection
     dx *= rstd[:, None]
@@ -392,7 +392,7 @@ def rope_table(config, dtype):
 #     q0 q1 q2 q3 | k0 k1 | v0 v1           q0 and q1 read k0 and v0; q2 and q3 read k1 and v1
 #
 # So the H query heads are G groups of R.  All functions of attention see q as (B,G,R,T,D), k and v as (B,G,1,T,D), and
-# broadcasting over R is all that grouped-query attention needs.
+# broadcasting over R is all that the forward of grouped-query attention needs.  (The backward sums dk and dv over R.)
 def by_group(x, config):
     """View (B,G,R,T,D) of x (B,T,heads*D), R = heads / G: the heads group by group."""
     # (B,T,G*R*D) -> (B,T,G,R,D).  Its axes 0 2 3 1 4 are (B,G,R,T,D)
@@ -456,7 +456,7 @@ def attention_forward(out, P, qkv, config):
 
 
 # Derivation, for one head.  Here the letters Q, K, V mean its queries, keys and values as matrices, O out and dO dout.
-# For the softmax it uses ∂P = P ∂(log P), because log P is simpler than P.
+# For the softmax it uses ∂P = P ∂(log P), since ∂(log P) = ∂P / P: log P is simpler than P.
 #     O_i = sum_j P_ij v_j           =>  dv_j  = sum_i P_ij dO_i              dV = P^T dO
 #                                        dP_ij = dO_i . v_j                   dP = dO V^T
 #     P_i = softmax(S_i):                log P_ij = S_ij - log sum_l exp(S_il), so
@@ -513,9 +513,9 @@ def swiglu_backward(dgate_up, dout, sigmoid, gate_up):
     """Writes dgate_up (N,2F)."""
     gate, up = np.split(gate_up, 2, axis=1)
     dgate, dup = np.split(dgate_up, 2, axis=1)
-    silu = gate * sigmoid
-    np.multiply(dout, silu, out=dup)
+    silu = np.multiply(gate, sigmoid, out=dup)      # dup is its memory until the last line: a new array takes time
     np.multiply(dout, (gate - silu + 1.0) * sigmoid * up, out=dgate)
+    dup *= dout
 
 
 def block_forward(x, w, saved, shared, config, rope, attention):
@@ -639,10 +639,10 @@ def cross_entropy_forward(losses, exp_sum, logits, targets, divisor, weights=1.0
 #     total loss = sum over n, k of  head_weight_k w_n nll_nk / divisor_k
 #                                           =>  dz_v = (head_weight_k w_n / divisor_k) (p_v - [v == y])
 # A masked row has the gradient 0.
-def cross_entropy_backward(e, exp_sum, targets, divisor, head_weights):
+def cross_entropy_backward(e, exp_sum, targets, divisor, scale):
     """In place: e (N,K,V), the exponentials left by the forward, becomes d loss / d logits.
-    head_weights: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""
-    weight = np.where(targets >= 0, head_weights / divisor, 0.0).astype(e.dtype)        # (N,K)
+    scale: the weights of the heads in the loss (K,), or these times the weights of the rows (N,K)."""
+    weight = np.where(targets >= 0, scale / divisor, 0.0).astype(e.dtype)               # (N,K)
     e *= (weight / exp_sum)[..., None]              # weight * p
     n, k = np.nonzero(targets >= 0)
     e[n, k, targets[n, k]] -= weight[n, k]          # - weight * [v == y]
@@ -694,8 +694,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # to each other; S is diagonal, with the singular values s >= 0.)  So every direction that the gradient knows gets a
 # step of the same length.
 #
-# Why this direction?  (This may be skipped.)  Suppose that M were the gradient itself.  Of all steps that lengthen no
-# vector, |step @ x| <= |x| for every x, -U V^T lowers the loss fastest.  To first order, with the columns u_i, v_i:
+# Why this direction?  (This may be skipped.)  Suppose that M were the gradient itself.  Of all steps with
+# |step @ x| <= |x| for every x, -U V^T lowers the loss fastest.  To first order, with the columns u_i, v_i:
 #     change of the loss = sum of (gradient * step) = sum over i of  s_i u_i . (step @ v_i)
 # Each u_i . (step @ v_i) is at least -1, because u_i and v_i are unit vectors and |step @ v_i| <= |v_i| = 1.  With the
 # step -U V^T each is -1.
@@ -704,7 +704,8 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315         # a, b, c
 # Take X = U S V^T, so X X^T = U S^2 U^T.  An odd polynomial in X,
 #     a X + b (X X^T) X + c (X X^T)^2 X  =  U (a S + b S^3 + c S^5) V^T,
 # acts on each singular value s by itself: s -> a s + b s^3 + c s^5.  The start X = M / |M| (Frobenius) has s <= 1.
-# (a, b, c) = NEWTON_SCHULZ was found by a search for a large slope at 0 (Jordan et al. 2024).  What five rounds do:
+# (a, b, c) = NEWTON_SCHULZ was found by a search for a large slope at 0, with which small s grow fast (Jordan et al.
+# 2024).  What five rounds do:
 #     s before        0.0001   0.0005   0.0016   0.01    0.1     0.5     1
 #     s after         0.05     0.24     0.72     0.70    0.71    0.77    0.70
 # All s from 0.0016 to 1 end in [0.68, 1.21].  (Smaller ones end lower: near 0 each round multiplies s by a = 3.4.)  So
@@ -744,7 +745,8 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
-# Where a new optimizer goes: docs/notes.md, "Where does a new optimizer go?"
+# A new optimizer needs its rule here, a name in this list, a row in update_table and a branch in Model.update, and on a
+# GPU a kernel: docs/notes.md, "Where does a new optimizer go?", has the whole list.
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 # AdamW goes over four arrays (param, grad, m, v) a dozen times.  In pieces of this many numbers all four stay in the
@@ -1308,8 +1310,8 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
         unread = window[decoder.position:]
         if len(unread) > 1 or len(window) + len(drafts) > context:
             # There are two reasons to drop the drafts.  They must fit the context.  And where several tokens are
-            # unread, at the beginning and when the window moves, they are read alone, as they are without speculation:
-            # then this product has the same bits.
+            # unread, at the beginning and when the window moves, they are read alone: so the bits of this product are
+            # those of a run without speculation.
             drafts = []
         ids = decoder.draw(unread + drafts, 1 + len(drafts), heads, len(text), sampling)
         drawn = ids[:, 0].tolist()                  # by head 0, after the window and after each draft

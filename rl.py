@@ -91,7 +91,8 @@ def reinforce_weights(rewards):
 # largest  sum_a pi(a) r(a) - beta KL,  where KL = sum_a pi(a) (log pi(a) - log ref(a)) measures how far pi is from ref.
 # The pi(a) add up to 1, so pi can only change by moving probability from one answer to another.  At the best pi nothing
 # is gained by that.  If the derivatives by two pi(a) differed, it would pay to move some from one answer to the other.
-# So they are one number k.  (The derivative of pi (log pi - log ref) by pi is log pi - log ref + 1.)
+# So they are one number k (a Lagrange multiplier).  (The derivative of pi (log pi - log ref) by pi is log pi - log ref
+# + 1.)
 #     k    = r(a) - beta (log pi(a) - log ref(a) + 1)
 #     r(a) = beta (log pi(a) - log ref(a)) + (k + beta)
 # and k + beta is the same for both answers of a pair.  So it cancels in z = r(chosen) - r(rejected).
@@ -263,7 +264,8 @@ def read_pairs(tokenizer, settings, T):
         parts.append([rows for rows in both if not np.array_equal(rows[0][0], rows[1][0])])
     to_learn, held_out = parts
     require(to_learn and held_out, "each pair needs two answers that differ within the context.")
-    # plan_epoch plans pairs here, each by its longer row: half of batch_tokens for these, half for the other rows
+    # plan_epoch plans pairs here, each by its longer row: at most half of batch_tokens for these, so that both rows of
+    # the pairs have at most batch_tokens
     longer = [max(rows, key=lambda row: len(row[0])) for rows in to_learn]
     plan = sft.plan_epoch(longer, T, settings.batch_tokens // 2, settings.seed, 0)
     batches = [[row for i in batch for row in to_learn[i]] for batch in plan]

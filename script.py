@@ -665,9 +665,9 @@ def check_config(c):
 def find_records(path):
     """-> the path of the conversations that go with the text at `path`: play.txt has play-chat.json.  If that file is
     missing, it is made from the text, which must be a play.  Its paragraphs are "NAME:\\nspeech"; each speech is a
-    question, and the next speech its answer.  Only the end of the play is used, the last 90 kB or an eleventh:
-    pretraining holds out a little more (tokenizer.split_point), if no separator stands near the end.  If `path` is a
-    file of records, it is returned as it is."""
+    question, and the next speech its answer.  Only the end of the play is used, 90 kB or an eleventh, whichever
+    is less.  Pretraining holds out a little more (tokenizer.split_point), if no separator stands near the end.  If
+    `path` is a file of records, it is returned as it is."""
     if holds_records(path):
         return path
     records = splitext(path)[0] + "-chat.json"

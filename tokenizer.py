@@ -120,8 +120,8 @@ def encode_word_plain(word, merges):
 # not match.  Then it tries two: a space follows, so they match, and one space is left over.  It goes to the word b.  If
 # a tab or a line end is left over, as in the third example, it is a word by itself, which the last \s+ takes.
 #
-# SmolLM (a small model of Hugging Face) and others first split a text at each digit, which is a word.  GPT-2's pattern
-# then takes the pieces between.  The space before a number is the end of its piece, so it is a word of its own:
+# For SmolLM (a small model of Hugging Face) and others each digit is a word, and GPT-2's pattern splits what lies
+# between digits.  There the space before a number is the last of its piece, so it is a word of its own:
 #
 #     "I'd say 42!"     ->  "I", "'d", " say", " ", "4", "2", "!"
 
@@ -236,8 +236,8 @@ def learn_merges(words, most_merges):
     while heap and -heap[0][0] > 1 and len(merges) < most_merges:
         minus_count, pair = heappop(heap)
         if minus_count != -counts[pair]:
-            # The count of an older pair only falls, because a merge makes only pairs that hold its new id.  So this
-            # entry is too high: other merges took some occurrences since it was pushed.  Push the true count
+            # This entry is old, and too high: since it was pushed, merges took some occurrences of its pair.  (They
+            # make only new pairs, so no older count grows.)  Push the true count
             heappush(heap, (-counts[pair], pair))
             continue
         left, right = pair
@@ -277,9 +277,10 @@ def learn_merges(words, most_merges):
 
 
 # Why learn_merges is fast.  The row has n bytes, so `positions` has fewer than n entries at first.  Where two ids
-# become one, it gets at most two more.  The row loses an id there, so that happens fewer than n times.  So `positions`
-# gets fewer than n + 2n entries in all, and each is visited once.  A visit costs a few steps and at most four entries
-# of the heap: for two new pairs, and for two older ones, whose entries are too high now and are pushed once more.
+# become one, the row loses an id, so that happens fewer than n times; and `positions` gets at most two more entries.
+# So it gets fewer than n + 2n entries in all, and each is visited once.  A visit costs a few steps and at most four
+# entries of the heap: for two new pairs, and for two older ones, whose entries are too high now and are pushed once
+# more.
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -380,7 +381,7 @@ class Encoder(dict):
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>")
 END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = SPECIAL_TOKENS
 # Other tokenizers have other names for <|endoftext|>.  The first of these that a tokenizer has is taken.  The last one,
-# <|im_end|>, ends a turn: some tokenizers have no token for the end of a text.
+# <|im_end|>, ends a turn: some tokenizers have no token for the end of a text, and then it serves for that, too.
 TEXT_ENDS = END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>"
 
 
@@ -476,8 +477,7 @@ class Tokenizer:
 
         A line that holds only <|endoftext|> becomes its id, and the line ends beside it go.  (In other people's
         tokenizers it is the id of the first name in TEXT_ENDS.)  The last document of each file ends with that id, too.
-        There are no empty documents.  Line ends at the beginning and at the end of a file, or of a part of one, stay,
-        unless a separator stands there.
+        There are no empty documents.
 
         files: paths, or (path, start, end) for a part in bytes; progress(done bytes, all bytes) is called after each
         chunk.  A chunk has 1 MiB, so memory is bounded."""
@@ -505,7 +505,7 @@ class Tokenizer:
             ours    <|user|>[SYSTEM\n\n]TEXT<|end|><|assistant|>
             ChatML  [<|im_start|>system\nSYSTEM<|im_end|>\n]<|im_start|>user\nTEXT<|im_end|>\n<|im_start|>assistant\n
 
-        What is in brackets stands only in the first turn, and only if there is a system text (see `system`).
+        What is in brackets stands only in the first turn; `system` says when.
 
             text     str or bytes
             room     the most ids that there may be.  If the turn is longer, the text loses its beginning.  If there is
@@ -535,14 +535,14 @@ class Tokenizer:
         # The text loses its beginning:
         #
         #     <|user|> and the system text | beginning of the text | its rest, <|end|><|assistant|>
-        #     |---------- kept -----------||----- left out -------|
+        #     |---------- front ----------||----- left out -------|
         #
         # (Head and text are encoded together, so an id may belong to both.  Then one id more or less stays: no harm.)
-        kept = len(self.join(*before, head))
-        if kept + len(self.join(*after)) > room:        # no room for all that: the first id alone is kept
-            kept = 1
+        front = len(self.join(*before, head))
+        if front + len(self.join(*after)) > room:        # no room for all that: the first id alone is kept
+            front = 1
         surplus = len(ids) - room
-        return ids[:kept] + ids[kept + surplus:]
+        return ids[:front] + ids[front + surplus:]
 
     def join(self, *pieces):
         """The ids of pieces, one after the other.  A str is the name of a special token, and bytes are text.  So no
@@ -586,7 +586,7 @@ class Tokenizer:
             model = content["model"]
             pre_tokenizer = content["pre_tokenizer"]
             *first, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-            # what may be left out comes first, then theirs; trim_offsets makes no difference to ids
+            # our values where theirs has none; trim_offsets makes no difference to ids
             byte_level = BYTE_LEVEL | byte_level | {"trim_offsets": True}
             require(first in ([], [DIGITS]) and byte_level == BYTE_LEVEL and not content.get("normalizer"),
                     "it divides text into other words than GPT-2's and SmolLM's do")
@@ -623,8 +623,8 @@ class Tokenizer:
 # 6. Large files: documents, chunks
 # ------------------------------------------------------------------------------------------------------------
 # A line that holds only <|endoftext|> is ^<\|endoftext\|>\r?$.  (With (?m) each line has a beginning ^ and an end $.)
-# `re` is much faster if a pattern begins with plain bytes.  So this one finds the name first.  Then (?<=^...) looks
-# back: did the name begin a line?  In "see <|endoftext|>" it did not, so that is no separator.
+# `re` is much faster if a pattern begins with plain bytes.  So this one finds the name first, and then checks by
+# (?<=^...) that the name began a line.  In "see <|endoftext|>" it did not, so that is no separator.
 SEPARATOR = re.compile(rb"(?m)<\|endoftext\|>(?<=^<\|endoftext\|>)\r?$")
 # one separator or several, and the line ends behind each
 SEPARATOR_RUN = re.compile(SEPARATOR.pattern + rb"[\r\n]*(?:^<\|endoftext\|>\r?$[\r\n]*)*")
@@ -634,9 +634,8 @@ CHUNK = 1 << 20
 
 def read_documents(path, start, end):
     """The documents in a part of a corpus: the texts between its separators, without the line ends beside these.
-    The first document is empty if nothing but line ends stands before the first separator.  The last one is empty if
-    nothing stands behind the last separator.  No other document is empty.  (So encode_chunk, which puts a boundary
-    between all of them, begins or ends with one there.)"""
+    An empty first or last document says that the part begins or ends with a separator.  (So encode_chunk, which puts a
+    boundary between all documents, begins or ends with one there.)  No other document is empty."""
     *texts, last = SEPARATOR_RUN.split(read_chunk(path, start, end))
     return [text.rstrip(b"\r\n") for text in texts] + [last]
 
@@ -653,16 +652,17 @@ def encode_chunk(encoder, boundary, *chunk):
 
 def find_cut(window):
     """Where a file may be cut: an offset into these bytes of it.  The ids of the two sides, one after the other, are
-    the ids of the whole.  (There are two exceptions.  One is the last resort below.  And between two separators, with
-    an empty document between them, both sides have an id of the boundary; encode_files leaves one out.)  The cut is at
-    the first place that is
+    the ids of the whole (exceptions: below).  The cut is at the first place that is
 
         before white space, behind any character but white space and ">" (a separator may end with ">"; the line end
             behind it would then begin the next chunk's text),
         or behind a separator and its line ends.
 
     If there is no such place, as in a window of one letter alone, it is in the middle, between two characters.  (A
-    window has 64 KiB: CUT_WINDOW in script.py.)"""
+    window has 64 KiB: CUT_WINDOW in script.py.)
+
+    Exceptions: a cut in the middle may divide a word.  And between two separators, with an empty document between them,
+    both sides have an id of the boundary; encode_files leaves one out."""
     text = to_str(re.sub(rb"^[\x80-\xbf]{1,3}", b"", window))   # begin at a character
     cut = re.search(f"[^{SPACE}>](?=[{SPACE}])"
                     r"|\n<\|endoftext\|>(\r?\n)+(?=[^\r\n])", text)
@@ -683,7 +683,7 @@ def split_point(path):
     there is none, it moves to the nearest line.  If there is no line, it stays, even within a character: tokens are
     made of bytes."""
     size = os.path.getsize(path)
-    # (below 1 MB held_out is more than the tail has: then target is 0, where the tail begins)
+    # (of a file below 1 MB this is more than a tenth: then the whole tail, a tenth, is held out)
     held_out = min(max(size // 100, 100_000), 4_000_000)
     low = size - min(size // 10, 32_000_000)        # the cut is not before this byte
     tail = read_chunk(path, low)

@@ -15,9 +15,9 @@ A row is a pair (ids, mask).  ids are tokens, and mask says which of them the mo
 A row can be a window of a text, a conversation, an answer that the model has drawn, or a sentence.  A step learns from
 some rows; each may have a weight.  make_batch turns rows into arrays, and row_losses measures rows.
 
-A run is a folder.  A new run first writes its checkpoint of step 0, into a hidden folder.  This gets its name after the
-first steps: so a run that fails at once takes no older run's place.  Every run, new or old, is opened from its folder
-and goes on from the checkpoint that is there.
+A run is a folder.  A new run first writes its checkpoint of step 0, into a hidden folder beside it.  After the first
+steps the hidden folder gets the run's name.  So a run that fails at once takes no older run's place.  Every run, new or
+old, is opened from its folder and goes on from the checkpoint that is there.
 
     1. rows         windows of a text; rows -> inputs and targets
     2. the loop     batch, forward, backward, update, report; the schedule
@@ -35,7 +35,7 @@ Why a resumed run is exact, bit for bit:
     settings of the run.  The GPU's kernels use a fixed order (no atomic additions).
   * Lines of the log after the saved step are cut off, because these steps are done again.
   * rl.py adds to this: its batch depends on the weights, too, which are saved anyway.  And DPO saves the
-    log-probabilities of its reference, which the trained weights cannot give any more.
+    log-probabilities of its reference, the base, whose weights are not saved.
 The code, the libraries, the files and the kind of machine must not have changed.  With another number of processes the
 losses differ by rounding.
 
@@ -241,7 +241,7 @@ def train(training, job, stop):
             saving = evaluating or step % settings.save_every == 0
             reading = saving or settings.device == "cpu" or step % REPORT_EVERY == 0
             # after a signal, too; but several ranks tell each other of it only when they read numbers anyway
-            if reading or stop.signal and ranks.size == 1:
+            if reading or (stop.signal and ranks.size == 1):
                 stopping = any(ranks.all_gather(stop.signal))   # the same on all ranks: all stop after the same step
                 training.state["seconds"] = time.monotonic() - began
                 report(training, log, waiting, saving or stopping)
@@ -414,7 +414,7 @@ def evaluate_pairs(training, path):
         return printable(record["name"]), *rows
 
     pairs = read_records([path], make_rows)
-    losses = row_losses(training, [row for _, good, bad in pairs for row in (good, bad)]).reshape(-1, 2)
+    losses = row_losses(training, [row for _, *rows in pairs for row in rows]).reshape(-1, 2)
     # columns: good, bad.  1 where the good sentence is the more probable one; for a tie 0.5
     right = np.heaviside(losses[:, 1] - losses[:, 0], 0.5)
     names = np.array([name for name, *_ in pairs])
@@ -793,8 +793,8 @@ def pretraining(training):
     tau = 1 / decay_per_epoch if decay_per_epoch else math.inf
     print(f"{training.out}: {training.model.flat_params.size:,} parameters, {settings.steps} steps of "
           f"{settings.batch_tokens:,} tokens, {settings.device}; corpus {printable(', '.join(settings.data))}: "
-          f"{len(tokens):,} tokens to train on; weight decay fades an update by the factor e within tau = "
-          f"{tau:,.3g} epochs, at the peak rate.\n"
+          f"{len(tokens):,} tokens to train on; weight decay: an update's share of the weights "
+          f"falls to 1/e in tau = {tau:,.3g} epochs (at the peak rate).\n"
           "val_loss: nats a token of the held-out text; val_bpb: bits a byte.")
 
     learned = np.ones(T + K, bool)                  # a window has T inputs and the targets of all K heads

@@ -230,7 +230,7 @@ def record():
         calls[name].append({key: rng.standard_normal(shapes.get(key.removeprefix("d"), (5, 8)))
                             for key in inspect.signature(EXERCISES[name]).parameters})
     first = calls["cross_entropy"][0]
-    calls["cross_entropy"].append({**first, "head_weights": -first["head_weights"]})        # as of what was rejected
+    calls["cross_entropy"].append({**first, "scale": -first["scale"]})        # as of what was rejected
     calls["reinforce"] = [{"rewards": rng.standard_normal(groups * rl.GROUP)} for groups in (2, 3)]
     calls["dpo"] = [{"log_probs": rng.standard_normal(n), "reference": rng.standard_normal(n), "beta": beta}
                     for n, beta in ((8, 0.3), (6, 0.2))]
