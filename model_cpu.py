@@ -277,7 +277,7 @@ def work_table(config, B, T):
 # Most activations are matrices (N, width): one row for each token.  (RoPE and attention see the same memory as
 # (B,T,...).  work_table has the shapes of the others.)
 # Some functions work in place: rope_forward and block_forward on x, rope_backward and block_backward on dx, and both
-# functions of cross-entropy on the logits, which take the most memory.
+# functions of cross-entropy on the logits, the largest array.
 
 def embedding_forward(out, tokens, embed):
     """out (N,C) = rows `tokens` (N,) of embed (V,C)."""
@@ -745,8 +745,8 @@ def muon_update(param, grad, m, lr, decay, momentum=0.95):
     grad[...] = 0.0
 
 
-# A new optimizer needs its rule here, a name in this list, a row in update_table and a branch in Model.update, and on a
-# GPU a kernel: docs/notes.md, "Where does a new optimizer go?", has the whole list.
+# The rule of a new optimizer stands above, and its name in this list.  docs/notes.md, "Where does a new optimizer go?",
+# has all the other places.
 OPTIMIZERS = ("muon", "adamw")          # muon: for the matrices of the layers; AdamW for all else
 
 # AdamW goes over four arrays (param, grad, m, v) a dozen times.  In pieces of this many numbers all four stay in the
@@ -1213,7 +1213,8 @@ def generate_batch(model, prompts, sampling, stop=(), most=80, progress=None):
     tokens that generate draws for its prompt, at most `most`.  (Matrix products of another shape round differently, so
     in rare cases another token is drawn.)  generate leaves out the id in `stop` that ends a text, and this keeps it.
     sampling.seed: (B,), one for each prompt.
-    progress: None, or called as progress(tokens so far, at most so many) after each step, in which each text gets one.
+    progress: None, or called as progress(tokens so far, at most so many) after each step, in which each text that has
+    not ended gets one.
 
     A text that will outgrow the context is drawn alone, because each time that a window moves its whole batch must be
     read again.  Where the memory does not hold the caches of a batch, its halves are drawn one after the other.  A

@@ -298,8 +298,8 @@ def forward_backward(training, rows, weights):
 
 def learning_rate(step, settings):
     """The learning rate of a step, counted from 0.  It rises linearly to settings.lr.  Then it falls along half a
-    cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step.  (A run that is no longer
-    than its warmup ends while the rate still rises.)"""
+    cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step.  (In a run
+    of at most warmup + 1 steps it does not fall.)"""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     # 0 at the first step after the warmup, 1 at the last step, which has the number steps - 1
