@@ -56,9 +56,9 @@ class Session:
 
     def ids(self):
         """The ids that the model reads.  In chat form these are the last turns, as many as there is room for.  The
-        system text is put before the first of them, so it stays when old turns are dropped.  (A system
-        text that is too long for this room loses its beginning.  An answer that outgrows the window pushes out what
-        stands before it.)"""
+        system text is put before the first of them, so it stays when old turns are dropped.  (A system text that is too
+        long for this room loses its beginning.  An answer that outgrows the window pushes out what stands before it.)
+        """
         if not self.chat_form:
             text, answer = self.turns[0]                    # an empty text: the model begins after an end-of-text token
             return (self.tokenizer.encode(text) or [self.stop]) + answer

@@ -1296,7 +1296,7 @@ def generate(model, tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, voca
     sampling = Sampling(temperature, top_k, top_p, seed, vocab)
     decoder = model.decoder
     context = model.config.context
-    as_batch(model.config, [tokens[-context:]])     # ids out of range: checked here, as a GPU's draw does not
+    as_batch(model.config, [tokens[-context:]])     # ids out of range; a GPU's draw checks only long prompts
     K = model.config.predict
     heads = min(1 + model.draft_heads, K)
     if speculate is not None:

@@ -298,8 +298,8 @@ def forward_backward(training, rows, weights):
 
 def learning_rate(step, settings):
     """The learning rate of a step, counted from 0.  It rises linearly to settings.lr.  Then it falls along half a
-    cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step.  (In a run
-    of at most warmup + 1 steps it does not fall.)"""
+    cosine (Loshchilov & Hutter 2017) to final_lr, a share of settings.lr, at the last step.  (In a run of
+    at most warmup + 1 steps it does not fall.)"""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
     # 0 at the first step after the warmup, 1 at the last step, which has the number steps - 1
@@ -478,7 +478,7 @@ class Settings:
     # a micro-batch is cut into this many slices, and each has a core.  (With another number the order of sums differs)
     threads: int = setting(whole_number(1, 1024), "cores to use (default: all, at most one for each window)")
     # a CUDA grid has at most 65,535 rows
-    micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: a fast number)")
+    micro_batch: int = setting(whole_number(1, 65535), "windows in a forward and backward (default: chosen for speed)")
     mtp_weight: float = setting(bounded(float, 0, 100), "weight of the further heads (default 0.3, or the base's)", 0.3)
     # Muon updates the matrices of the layers, and AdamW the rest
     optimizer: str = setting(OPTIMIZERS, "default: muon, for the layers' matrices; rl.py: adamw", "muon")
